@@ -32,6 +32,7 @@ METRICS: dict[str, str] = {
     "policy/max_anchor_ratio": "largest π_θ/π_prox of the step",
     "policy/dropped_by_cap": "share of tokens whose behavior weight is 0",
     "policy/kl_penalty": "nats per token, the penalty's estimate before its coefficient",
+    "policy/kl_coefficient": "coefficient of the penalty, where it changes (loss.kl_final_coefficient)",
     "policy/grad_norm": "global gradient norm before clipping, of the trained block, mean over minibatches",
     "staleness/mean": "steps, mean over trained tokens",
     "staleness/max": "steps",
@@ -63,6 +64,7 @@ METRICS: dict[str, str] = {
     "rollout/generating": "samples on servers or on their way there, mean over the workers' last report interval",
     "rollout/scoring": "samples waiting for a reward, mean over the workers' last report interval",
     "rollout/idle": "rollout workers without a permit, mean over their last report interval",
+    "learner/learning_rate": "learning rate of the step's last update",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high, on eval/num_prompts of the "
     "eval/num_fit prompts that fit, of eval/num_questions; eval/SET/… of each of evaluate.sets; eval/secs; "

@@ -140,6 +140,19 @@ def check_new(s: Settings) -> None:
     refuse(found)
 
 
+def warnings(s: Settings) -> list[str]:
+    """A sentence for each setting that a run may have, and hardly means."""
+    learner = s.learner
+    if learner.warmup_updates <= learner.num_updates:
+        return []
+    share = learner.num_updates / learner.warmup_updates
+    return [
+        f"learner.warmup_updates = {learner.warmup_updates} exceeds the run's {learner.num_updates} updates: the "
+        f"learning rate ends at {share * learner.learning_rate:g}, and never is learner.learning_rate = "
+        f"{learner.learning_rate:g}"
+    ]
+
+
 def queue_access_of(settings: Settings) -> dict[str, Any]:
     """The keyword arguments of a client of the queue, beside its address.
 
@@ -164,7 +177,16 @@ def key_named(option: str, variable: str) -> str | None:
 
 def _contradictions(s: Settings) -> Iterator[str]:
     parts = (_of_queue, _of_server, _of_weights, _of_processes, _of_rollout, _of_agent, _of_loop)
-    parts += (_of_loss, _of_shapes, _of_model, _of_lora, _of_attention, _of_delay, _of_evaluation)
+    parts += (
+        _of_optimizer,
+        _of_loss,
+        _of_shapes,
+        _of_model,
+        _of_lora,
+        _of_attention,
+        _of_delay,
+        _of_evaluation,
+    )
     for part in parts:
         yield from part(s)
     if (found := in_the_clear(s)) and not s.security.insecure:
@@ -334,6 +356,22 @@ def _of_loop(s: Settings) -> Iterator[str]:
             "mode 'periodic' accumulates one gradient over the whole step, so learner.num_minibatches must be 1, "
             f"got {s.learner.num_minibatches}"
         )
+
+
+def _of_optimizer(s: Settings) -> Iterator[str]:
+    learner, floor = s.learner, s.learner.final_learning_rate
+    if learner.schedule == "constant" and floor:
+        yield f"learner.final_learning_rate = {floor:g} needs learner.schedule = 'linear' or 'cosine', got 'constant'"
+    if floor > learner.learning_rate:
+        yield f"learner.final_learning_rate must be ≤ {_is(s, 'learner.learning_rate')}, got {floor:g}"
+    if learner.schedule != "constant" and learner.warmup_updates >= learner.num_updates:
+        yield (
+            f"learner.warmup_updates must be < {learner.num_updates}, the updates of the run, with learner.schedule = "
+            f"{learner.schedule!r}; got {learner.warmup_updates}"
+        )
+    for key, alone in (("learner.blocks", 1), ("learner.offload_moments", False)):
+        if learner.optimizer != "adamw" and _value(s, key) != alone:
+            yield f"{_is(s, key)} needs learner.optimizer = 'adamw', got {learner.optimizer!r}"
 
 
 def _of_loss(s: Settings) -> Iterator[str]:

@@ -87,6 +87,8 @@ class LossConfig:
     kl_to: str = setting("reference", "Policy that the KL penalty is measured against: version 0 of the run "
         "(`reference`), or the one that sampled (`behavior`).", choices=("reference", "behavior"))
     kl_coefficient: float = setting(0.0, "Coefficient of the KL penalty, above 0 unless loss.kl is `none`.", at_least=0)
+    kl_final_coefficient: float | None = setting(None, "Coefficient of the KL penalty in the last step, to which it "
+        "goes linearly; None for a constant one.", at_least=0, since="0.2.0")
     reduction: str = setting("token_mean", "Reduction of per-token losses to the loss of a step.", choices=REDUCTIONS)
     fixed_length: float | None = setting(None, "Constant of reduction `fixed_length`; None for the others.", above=0,
         unit="tokens")
@@ -133,9 +135,18 @@ class LossConfig:
         """Whether log-probs at the weights of the step's start are needed: one more forward pass."""
         return self.anchor == "recompute" or self.proximal_metrics
 
+    def kl_coefficient_of(self, step: Any, num_steps: int) -> Any:
+        """The coefficient of the KL penalty in a step of a run: a float, or an array as the step is."""
+        if self.kl_final_coefficient is None:
+            return self.kl_coefficient
+        rise = self.kl_final_coefficient - self.kl_coefficient
+        return self.kl_coefficient + rise * (step - 1) / max(num_steps - 1, 1)
+
     def _contradictions(self) -> Iterator[str]:
         weight, surrogate, anchor = self.behavior_weight, self.surrogate, self.anchor
-        if (self.kl == "none") != (self.kl_coefficient == 0):
+        if self.kl == "none" and self.kl_final_coefficient is not None:
+            yield f"kl_final_coefficient must be None with kl 'none', got {self.kl_final_coefficient}"
+        if (self.kl == "none") != (not self.kl_coefficient and not self.kl_final_coefficient):
             yield (
                 "kl_coefficient must be > 0 with an estimator and 0 with kl 'none', got "
                 f"{self.kl_coefficient} with {self.kl!r}"

@@ -21,6 +21,8 @@ from jaxrl_async.config.loss import LossConfig
 # Choices that tables elsewhere have rows for; other choices stand in their field.
 MODES = ("sync", "periodic", "async")
 DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("constant", "linear", "cosine")  # learner.optimizer.learning_rate
+OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")  # learner.optimizer.make_optimizer
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
 FAMILIES = ("llama", "gemma3")  # models.families
@@ -134,9 +136,9 @@ class Queue:
     max_attempts: int = setting(4, "Attempts at a prompt index before it is retired as `exhausted`.", at_least=1)
     failure_window_secs: float = setting(600.0, "Sliding window in which queue.max_failures and queue.budgets count.",
         above=0, infinite=True, since="0.1.0", before=1e9)
-    max_failures: int = setting(64, "Groups that may be returned for infrastructure failures within "
-        "queue.failure_window_secs before the run stops; those of a lost worker, or a faulty server, count as one.",
-        at_least=0, unit="groups")
+    max_failures: int = setting(64, "Groups that may be returned for failures, of machines or of the run's own code, "
+        "within queue.failure_window_secs before the run stops; those of a lost worker, or a faulty server, count as "
+        "one.", at_least=0, unit="groups")
     budgets: Mapping[str, int] = setting({}, "Groups that may be returned or retired for a reason within "
         "queue.failure_window_secs before the run stops, by reason.", form=forms.budgets, unit="groups")
 
@@ -311,8 +313,16 @@ class Learner:
         since="0.1.0")
     offload_moments: bool = setting(False, "Keep Adam's moments in the hosts' memory; an update moves those of its "
         "block to the devices and back.", since="0.1.0")
+    optimizer: str = setting("adamw", "Optimizer, of optax: learner.adam_* are those of `adamw`, and of `muon` for "
+        "what is no matrix of a layer; `adafactor` has its own.", choices=OPTIMIZERS, since="0.2.0")
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", at_least=0)
+    schedule: str = setting("constant", "Learning rate after the warm-up: constant, or down to "
+        "learner.final_learning_rate after the last of the run's updates.", choices=SCHEDULES, since="0.2.0")
+    final_learning_rate: float = setting(0.0, "Floor of learner.schedule `linear` and `cosine`.", at_least=0,
+        since="0.2.0")
     warmup_updates: int = setting(0, "Updates of the linear warm-up of the learning rate, from 0.", at_least=0)
+    momentum: float = setting(0.95, "Decay rate of the momentum of `muon` and `sgd`.", at_least=0, below=1,
+        since="0.2.0")
     adam_b1: float = setting(0.9, "Decay rate of Adam's first moment.", at_least=0, below=1)
     adam_b2: float = setting(0.95, "Decay rate of Adam's second moment.", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "Epsilon in the denominator of Adam's update.", above=0)
@@ -326,6 +336,11 @@ class Learner:
         "before the step counts; 0 for a warning alone.", at_least=0, unit="nats", since="0.1.0")
     deterministic: bool = setting(False, "Reproduce the same bits on GPUs, at a cost; CPUs and TPUs always do.")
     compilation_cache: str = setting("", "Directory that keeps compiled programs between runs; empty for none.")
+
+    @property
+    def num_updates(self) -> int:
+        """Of the whole run."""
+        return self.num_steps * self.num_minibatches
 
     @property
     def num_devices(self) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxrl_async.learner.optimizer import map_state
+
 WHOLE = slice(None)
 _NOTHING = slice(0, 0)
 
@@ -96,9 +98,7 @@ def cuts_of_state(
     optimizer: optax.GradientTransformation, opt_state: optax.OptState, cuts: nnx.State
 ) -> optax.OptState:
     """`cuts` of an optimizer's state: of its moments those of the parameters, of the rest, as the counts, all."""
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda _, cut: cut, opt_state, cuts, transform_non_params=lambda _: WHOLE
-    )
+    return map_state(optimizer, lambda _, cut: cut, opt_state, cuts, otherwise=lambda _: WHOLE)
 
 
 def with_adam_count(opt_state: optax.OptState, count: jax.Array) -> optax.OptState:

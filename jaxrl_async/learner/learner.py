@@ -24,6 +24,7 @@ import numpy as np
 
 from jaxrl_async.config.settings import Queue, Settings
 from jaxrl_async.learner import packing
+from jaxrl_async.learner.optimizer import learning_rate
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
 from jaxrl_async.objectives.advantages import ADVANTAGES
@@ -226,6 +227,9 @@ class _StepFinalizer:
         self._check_failures = _FailureBudgets(settings.queue, status)
         self._mismatch, self._fairness = _Watch(_mismatch_warnings), _Watch(_fairness_warnings)
         self._compiled = train_step.num_compilations()
+        last = np.arange(1, settings.learner.num_steps + 1) * settings.learner.num_minibatches - 1
+        rates = learning_rate(settings.learner)(last)
+        self._learning_rates = np.broadcast_to(rates, last.shape)  # of each step's last update
         self._status_due = 0.0  # monotonic seconds
         self._dispatched: _DispatchedStep | None = None
         self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last finalized step
@@ -285,6 +289,10 @@ class _StepFinalizer:
         row |= self._publisher.metrics() | self._rates.metrics(status) | self._timers.pop()
         now = time.monotonic()
         row["time/step_secs"], self._since = now - self._since, now
+        row["learner/learning_rate"] = self._learning_rates[ended.step - 1]
+        loss, num_steps = self._settings.loss, self._settings.learner.num_steps
+        if loss.kl_final_coefficient is not None:
+            row["policy/kl_coefficient"] = loss.kl_coefficient_of(ended.step, num_steps)
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(ended.step, row)

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
-from jaxrl_async.learner.optimizer import stochastic_round
+from jaxrl_async.learner.optimizer import map_state, stochastic_round
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import attention, axes, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
@@ -79,8 +79,8 @@ class TrainStep:
         """Declares the programs; nothing is compiled yet.
 
         Args:
-          learner: max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens, attention_kernel,
-            shared_prompts and param_dtype are read.
+          learner: num_steps, max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens,
+            attention_kernel, shared_prompts and param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
           device_lock: held while a program runs, to its end, where others use the device too.
@@ -493,7 +493,8 @@ class TrainStep:
             mask=batch.mask,
             sample_share=batch.sample_share,
         )
-        parts = objective(tokens, self._loss)
+        kl_coefficient = self._loss.kl_coefficient_of(policy_version + 1, self._learner.num_steps)
+        parts = objective(tokens, self._loss, kl_coefficient)
         measured = self._statistics.measure(tokens, entropy, parts)
         return jnp.sum(parts.loss), jax.lax.stop_gradient(measured)
 
@@ -543,12 +544,14 @@ def make_shardings(
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     abstract = transformer.abstract_trained(config)
     params = sharding.param_shardings(mesh, abstract)
-    opt_state = optax.tree_utils.tree_map_params(
+    opt_state = map_state(
         optimizer,
-        lambda _, of_param: of_param,
+        # Of statistics by row and column each device has all.
+        lambda leaf, param, own: own if leaf.shape == param.shape else everywhere,
         jax.eval_shape(optimizer.init, abstract),
+        abstract,
         params,
-        transform_non_params=lambda _: everywhere,
+        otherwise=lambda _: everywhere,
     )
     return TrainState(params, opt_state, everywhere), Accumulator(params, everywhere, everywhere)
 

@@ -26,8 +26,10 @@ class Objective:
     kl: jax.Array | None  # the penalty in nats, before its coefficient; None without one
 
 
-def objective(tokens: Tokens, config: LossConfig) -> Objective:
-    """Composes the loss that a config names.
+def objective(
+    tokens: Tokens, config: LossConfig, kl_coefficient: float | jax.Array | None = None
+) -> Objective:
+    """Composes the loss that a config names; `kl_coefficient` None is the config's own, that of the first step.
 
         loss_t = scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t)
 
@@ -40,7 +42,7 @@ def objective(tokens: Tokens, config: LossConfig) -> Objective:
     loss = weight * surrogates.SURROGATES[config.surrogate](t, ratio, config)
     penalty = _penalty(t, config)
     if penalty is not None:
-        loss += config.kl_coefficient * penalty
+        loss += (config.kl_coefficient if kl_coefficient is None else kl_coefficient) * penalty
     scale, share = reductions.REDUCTIONS[config.reduction](t, config)
     clips = surrogates.CLIPS.get(config.surrogate)
     return Objective(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import ml_collections
 
 from jaxrl_async import parts
-from jaxrl_async.config.checks import check_new
+from jaxrl_async.config.checks import check_new, warnings
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
 from jaxrl_async.runtime import supervisor
@@ -71,7 +71,7 @@ def begin(
         print(reason)
         return False
     if process == 0:
-        for line in changes:
+        for line in [*changes, *(f"warning: {text}" for text in warnings(settings))]:
             print(line, flush=True)
         workdirs.write_config(workdir, _with_shape(config, settings))
     return True

@@ -24,6 +24,7 @@ from jaxrl_async.tasks import TASKS
 # Keys and blocks that a resumed run cannot change, and why. A change of another key holds from the resumed step on.
 _PROMPTS = "the journal and the checkpoint count prompts of the old stream"
 _MODEL = "the checkpoint holds the old model"
+_MOMENTS = "the checkpoint holds the old optimizer's state"
 _TURNS = "the turns of the blocks and their optimizer's counts follow from the updates made"
 FIXED = {
     "mode": "its outstanding prompts were admitted under the old mode's bound on staleness",
@@ -37,6 +38,7 @@ FIXED = {
     "learner.groups_per_step": "the journal holds steps of the old size",
     "learner.blocks": _TURNS,
     "learner.num_minibatches": _TURNS,  # of several blocks
+    "learner.optimizer": _MOMENTS,
     "model": _MODEL,
 }
 # Settings of the model that say its shape; with a model.path they are the shape of its files.

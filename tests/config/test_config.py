@@ -20,6 +20,7 @@ from jaxrl_async.config.loss import ADVANTAGES, LossConfig
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.models import families
 from jaxrl_async.preflight import machine
+from jaxrl_async.roles import start
 from jaxrl_async.servers import kinds
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -256,6 +257,20 @@ def test_a_value_of_another_type_is_refused():
         (["--config.queue.max_staleness=0"], r"'async' .*queue.max_staleness ≥ 1.* 0.*'sync'"),
         (["--config.loss.anchor=current"], r"loss.*'current'.*num_minibatches = 2"),
         (["--config.learner.num_minibatches=3"], r"learner.num_minibatches = 3 .*groups_per_step = 64"),
+        (["--config.learner.final_learning_rate=1e-7"], r"final_learning_rate = 1e-07 needs learner.schedule = 'linear'"),
+        (
+            ["--config.learner.schedule=cosine", "--config.learner.final_learning_rate=1.0"],
+            r"final_learning_rate must be ≤ learner.learning_rate = 0.0003, got 1",
+        ),
+        (
+            ["--config.learner.schedule=linear", "--config.learner.warmup_updates=10000"],
+            r"warmup_updates must be < \d+, .*learner.schedule = 'linear'; got 10000",
+        ),
+        (
+            ["--config.learner.optimizer=muon", "--config.learner.offload_moments"],
+            r"offload_moments = True needs learner.optimizer = 'adamw', got 'muon'",
+        ),
+        (["--config.learner.optimizer=adamx"], r"learner.optimizer must be one of .*'adamx'.*'adamw'"),
         (["--config.rollout.group_size=1"], r"loss.advantage .*rollout.group_size ≥ 2.* 1"),
         (
             ["--config.rollout.group_size=1", "--config.loss.advantage=dr_grpo", "--config.rollout.drop_equal_rewards"],
@@ -753,6 +768,16 @@ def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
     equal = parse(f"--config={QUICKSTART}", lease, f"--config.{shorter}={bound}")
     with pytest.raises(SettingsError, match=rf"{shorter} = {bound:g} .*{longer} = {bound:g}"):
         checks.check_new(equal)
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_warned_about(tmp_path, capsys):
+    flags = ["--config.learner.num_steps=5", "--config.learner.num_minibatches=2"]
+    assert not checks.warnings(parse(f"--config={QUICKSTART}", *flags))
+    flags += [f"--config={QUICKSTART}", "--config.learner.warmup_updates=30"]
+    config = config_lib.parse_flags("usage", flags, config=True, workdir=("", "directory")).config
+    start.begin(config, config_lib.settings_of(config), tmp_path, resume=False)
+    said = "warmup_updates = 30 exceeds the run's 10 updates: the learning rate ends at 0.0001, and never is "
+    assert f"warning: learner.{said}learner.learning_rate = 0.0003\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)

@@ -147,6 +147,15 @@ def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
         ({"kl": "k3"}, r"kl_coefficient .*> 0.* 0.0 .*'k3'"),
         ({"kl": "k1", "kl_coefficient": -0.1}, r"kl_coefficient must be ≥ 0, got -0.1$"),
         ({"kl_coefficient": 0.1}, r"kl_coefficient .* 0 .*'none'.* 0.1 "),
+        (
+            {"kl_final_coefficient": 0.1},
+            r"kl_final_coefficient must be None with kl 'none', got 0.1$",
+        ),
+        ({"kl": "k3", "kl_final_coefficient": 0.0}, r"kl_coefficient .*> 0.* 0.0 .*'k3'"),
+        (
+            KL | {"kl_final_coefficient": -0.1},
+            r"kl_final_coefficient must be ≥ 0 or None, got -0.1$",
+        ),
         ({"reduction": "fixed_length"}, r"fixed_length .*'fixed_length'.* None$"),
         ({"fixed_length": 8.0}, r"fixed_length .*'fixed_length' and None.* 8.0"),
         (
@@ -178,6 +187,15 @@ def test_a_number_out_of_bounds_is_refused_with_the_bound(settings, message):
         LossConfig(**settings)
 
 
+def test_the_kl_coefficient_is_constant_or_goes_linearly_to_that_of_the_last_step():
+    assert {LossConfig(**KL).kl_coefficient_of(step, 5) for step in range(1, 6)} == {0.1}
+    falling = LossConfig(**KL, kl_final_coefficient=0.0)
+    found = [falling.kl_coefficient_of(step, 5) for step in range(1, 6)]
+    assert found == pytest.approx([0.1, 0.075, 0.05, 0.025, 0.0])
+    rising = LossConfig(kl="k3", kl_final_coefficient=0.2)
+    assert rising.kl_coefficient_of(1, 1) == 0.0 and rising.kl_coefficient_of(3, 3) == 0.2
+
+
 NUMBERS = {
     "clip_low": {},
     "clip_high": {},
@@ -188,6 +206,7 @@ NUMBERS = {
     "behavior_floor": ICEPOP,
     "dppo_delta": DPPO,
     "kl_coefficient": KL,
+    "kl_final_coefficient": KL,
     "fixed_length": {"reduction": "fixed_length"},
 }
 

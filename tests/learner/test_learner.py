@@ -53,6 +53,26 @@ def test_a_kl_penalty_is_taken_to_the_reference_and_holds_the_policy_there():
     assert "policy/kl_penalty" not in free.rows[0]
 
 
+def test_rows_have_the_learning_rate_and_the_kl_coefficient_of_their_step():
+    recorder, constant = Recorder(), Recorder()
+    reference = sharding.init_sharded(CONFIG, make_train_step("current", 1)[1], seed=0)
+    penalty = {"kl": "k3", "kl_coefficient": 0.5, "kl_final_coefficient": 0.0}
+    train(
+        recorder,
+        num_steps=3,
+        loss=penalty,
+        reference=reference,
+        learning_rate=0.6,
+        schedule="linear",
+    )
+    rates = [row["learner/learning_rate"] for row in recorder.rows]
+    np.testing.assert_allclose(rates, [0.6, 0.4, 0.2], rtol=1e-6)
+    assert [row["policy/kl_coefficient"] for row in recorder.rows] == [0.5, 0.25, 0.0]
+    train(constant, num_steps=2, learning_rate=0.6)
+    assert [row["learner/learning_rate"] for row in constant.rows] == pytest.approx([0.6] * 2)
+    assert "policy/kl_coefficient" not in constant.rows[0]
+
+
 def test_an_asynchronous_run_publishes_every_n_steps_and_does_not_wait():
     recorder = Recorder(staleness=2)
     train(recorder, wait=False, every=2, num_steps=5)

@@ -66,6 +66,15 @@ def test_a_masked_trajectory_is_as_if_removed():
     )
 
 
+def test_a_kl_coefficient_that_falls_is_that_of_the_step():
+    # Step 7 of 13: half of the way from 0.2 to 0.
+    constant = dataclasses.replace(CURRENT, kl="k2", kl_to="behavior", kl_coefficient=0.1)
+    falling = dataclasses.replace(constant, kl_coefficient=0.2, kl_final_coefficient=0.0)
+    batches = pack(groups_of())
+    expected = accumulated(batches, make(constant))
+    assert_same(accumulated(batches, make(falling, num_steps=VERSION * 2 + 1)), expected)
+
+
 def test_empty_microbatches_add_nothing():
     batches = pack(groups_of())
     assert_same(accumulated([*batches, packing.empty_batch(8, 32)]), accumulated(batches))
