@@ -6,68 +6,44 @@ A data set makes its questions up, from a seed; `score` makes the question of an
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxrl_async.tasks.task import Example, check_split, cycled
+from jaxrl_async.tasks.table import Row, Table, library_of
 
 TEMPLATE = "{question}\nGive the final answer alone between <answer> and </answer>.\n"
 _KEY = "reasoning_gym"  # of a prompt's metadata
 
 
 @dataclasses.dataclass(frozen=True)
-class ReasoningGym:
-    """The first num_test questions of a data set are the test split, and the next num_train, without those, train.
+class ReasoningGym(Table):
+    """The first `size` questions of a data set, of which num_test are the test split; `seed` is also the data set's.
 
     Raises:
       ValueError: the library is not installed, or it refuses the name or the config.
     """
 
     dataset: str  # its name, such as "chain_sum"
-    num_train: int
-    num_test: int
-    seed: int = 0  # of the questions
+    _: dataclasses.KW_ONLY
+    size: int
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the data set
-    template: str = TEMPLATE  # of a prompt; "{question}" is replaced
+    train: str | Sequence[str] = "train"
+    prompt: str = "question"
+    metadata: str | Sequence[str] = _KEY
+    template: str = TEMPLATE
+    reward: str = f"{__name__}:score"
 
-    reward: ClassVar[str] = f"{__name__}:score"
-    validation_from: ClassVar[str] = "test"  # num_test may be any number.
+    has_files: ClassVar[bool] = False
 
-    def __post_init__(self):
-        for name in ("num_train", "num_test"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be ≥ 1, got {getattr(self, name)}")
-        if "{question}" not in self.template:
-            raise ValueError(f"template must contain '{{question}}', got {self.template!r}")
-        _load(self._arguments)
-
-    def examples(self, split: str) -> list[Example]:
-        """The questions of a split, in the data set's order."""
-        return self._splits[check_split(split)]
-
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """Train questions with the bare answer between the tags."""
-        chosen = cycled(self.examples("train"), num)
-        return [(e.text, f"<answer>{e.answer}</answer>") for e in chosen]
-
-    @property
-    def _arguments(self) -> str:
-        size = self.num_train + self.num_test
-        config = {**self.config, "seed": self.seed, "size": size}
-        return json.dumps([self.dataset, config], sort_keys=True, default=dict)
-
-    @functools.cached_property
-    def _splits(self) -> dict[str, list[Example]]:
-        examples = [self._example(i) for i in range(self.num_train + self.num_test)]
-        test, rest = examples[: self.num_test], examples[self.num_test :]
-        held_out = {example.text for example in test}
-        return {"test": test, "train": [e for e in rest if e.text not in held_out]}
-
-    def _example(self, index: int) -> Example:
-        entry = _load(self._arguments)[index]
-        text = self.template.replace("{question}", entry["question"])
-        where = {"arguments": self._arguments, "index": index}
-        return Example(text, str(entry["answer"]), {_KEY: where})
+    def rows(self, path: str) -> Iterator[Row]:
+        """The questions."""
+        config = {**self.config, "seed": self.seed, "size": self.size}
+        arguments = json.dumps([self.dataset, config], sort_keys=True, default=dict)
+        for index in range(self.size):
+            entry = _load(arguments)[index]
+            where = {"arguments": arguments, "index": index}
+            columns = {"question": entry["question"], "answer": str(entry["answer"]), _KEY: where}
+            yield f"question {index} of {self.dataset!r}", columns
 
 
 def score(completion: str, answer: str, *, metadata: Mapping[str, Any]) -> float:
@@ -80,7 +56,7 @@ def score(completion: str, answer: str, *, metadata: Mapping[str, Any]) -> float
         raise ValueError(f"reward {__name__}:score needs task.name = 'reasoning_gym:DATASET'")
     where = metadata[_KEY]
     dataset = _load(where["arguments"])
-    said = _library().utils.extract_answer(completion)
+    said = library_of("reasoning_gym.utils", _KEY).extract_answer(completion)
     return float(dataset.score_answer(answer=said, entry=dataset[where["index"]])) if said else 0.0
 
 
@@ -88,17 +64,6 @@ def score(completion: str, answer: str, *, metadata: Mapping[str, Any]) -> float
 def _load(arguments: str) -> Any:
     name, config = json.loads(arguments)
     try:
-        return _library().create_dataset(name, **config)
+        return library_of("reasoning_gym", _KEY).create_dataset(name, **config)
     except (AssertionError, TypeError, ValueError) as error:  # of its own checks
         raise ValueError(f"task.name = 'reasoning_gym:{name}': {error}") from error
-
-
-def _library() -> Any:
-    try:
-        import reasoning_gym
-        import reasoning_gym.utils
-    except ImportError as error:
-        raise ValueError(
-            f"it needs the library reasoning_gym: pip install 'jaxrl_async[reasoning_gym]' ({error})"
-        ) from error
-    return reasoning_gym

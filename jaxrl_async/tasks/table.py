@@ -11,7 +11,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -46,6 +46,8 @@ class Table:
     reward: str = "exact"  # its name, or "module:function"
     right: float = RIGHT  # its least value of a right answer
 
+    has_files: ClassVar[bool] = True
+
     def __post_init__(self):
         if bool(self.test) == bool(self.num_test):
             raise ValueError(
@@ -64,10 +66,9 @@ class Table:
 
     @property
     def files(self) -> list[str]:
-        """The paths of all files."""
-        return [
-            path for paths in (self.train, self.validation, self.test) for path in _paths(paths)
-        ]
+        """The paths of all files; none of a library's own."""
+        given = (self.train, self.validation, self.test) if self.has_files else ()
+        return [path for paths in given for path in _paths(paths)]
 
     def examples(self, split: str) -> list[Example]:
         """The rows of a split, in the order of the files.
@@ -166,7 +167,7 @@ class Parquet(Table):
 
     def rows(self, path: str) -> Iterator[Row]:
         """The rows of a file, numbered from 1."""
-        library, number = _library("pyarrow.parquet", "parquet"), 0
+        library, number = library_of("pyarrow.parquet", "parquet"), 0
         try:
             with library.ParquetFile(path) as file:
                 for batch in file.iter_batches():
@@ -186,14 +187,11 @@ class Dataset(Table):
     train: str | Sequence[str] = "train"
     config: str = ""  # its configuration, where it has several
 
-    @property
-    def files(self) -> list[str]:
-        """None: they are the library's."""
-        return []
+    has_files: ClassVar[bool] = False
 
     def rows(self, path: str) -> Iterator[Row]:
         """The rows of one of its splits, numbered from 1."""
-        library = _library("datasets", "datasets")
+        library = library_of("datasets", "datasets")
         try:
             if pathlib.Path(self.dataset, "dataset_dict.json").is_file():
                 rows = library.load_from_disk(self.dataset)[path]
@@ -216,7 +214,8 @@ def _paths(given: str | Sequence[str]) -> list[str]:
     return found
 
 
-def _library(module: str, extra: str) -> Any:
+def library_of(module: str, extra: str) -> Any:
+    """A library of an extra of this package; raises ValueError where it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -228,12 +227,11 @@ def _library(module: str, extra: str) -> Any:
 def _object(where: str, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line.rstrip(), parse_constant=_no_number)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}, character {error.pos + 1}: {error.msg}: {line[:80]!r}"
-        ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {error}: {line[:80]!r}") from error
+        place = f"character {error.pos + 1}: " if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(
+            f"{where}: {place}{getattr(error, 'msg', error)}: {line[:80]!r}"
+        ) from error
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(row).__name__}: {row!r:.80}")
     return row

@@ -12,7 +12,7 @@ from jaxrl_async.tasks import make_task
 def chain_sum():
     pytest.importorskip("reasoning_gym", reason="the extra reasoning_gym")
     return lambda **changes: make_task(
-        "reasoning_gym:chain_sum", **{"num_train": 30, "num_test": 10, **changes}
+        "reasoning_gym:chain_sum", **{"size": 40, "num_test": 10, **changes}
     )
 
 
@@ -25,18 +25,15 @@ def test_a_data_set_gives_questions_and_judges_their_answers(chain_sum):
         assert reward(answer, example.answer, metadata=example.metadata) == 1.0
         for wrong in (example.answer, "<answer>nothing</answer>", "<answer></answer>"):
             assert reward(wrong, example.answer, metadata=example.metadata) < 1.0
-    (prompt, shown), *_ = task.demonstrations(1)
-    example = task.examples("train")[0]
-    assert prompt == example.text and reward(shown, "", metadata=example.metadata) == 1.0
     with pytest.raises(ValueError, match="needs task.name = 'reasoning_gym:DATASET'"):
         reward("1", "1", metadata={})
 
 
 def test_equal_arguments_give_equal_splits_that_share_no_question(chain_sum):
     few = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-    task, again = (chain_sum(config=few, num_train=200) for _ in range(2))
+    task, again = (chain_sum(config=few, size=210) for _ in range(2))
     train, test = ({e.text for e in task.examples(split)} for split in ("train", "test"))
-    assert not train & test and len(task.examples("test")) == 10
+    assert not train & test and len(test) == 10
     assert task.examples("train") == again.examples("train")
     assert task.examples("test") != chain_sum(config=few, seed=1).examples("test")
 
@@ -44,18 +41,18 @@ def test_equal_arguments_give_equal_splits_that_share_no_question(chain_sum):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"num_test": 0}, "num_test must be ≥ 1, got 0"),
-        ({"template": "x"}, "template must contain '{question}', got 'x'"),
+        ({"num_test": 0}, "give test files, or num_test questions"),
+        ({"template": "x"}, "template must contain '{question}', the prompt's column, got 'x'"),
         ({"config": {"min_terms": 9, "max_terms": 3}}, "reasoning_gym:chain_sum': "),
         ({"config": {"terms": 9}}, "reasoning_gym:chain_sum': .*terms"),
     ],
 )
 def test_arguments_outside_their_bounds_are_refused(chain_sum, changes, message):
     with pytest.raises(ValueError, match=message):
-        chain_sum(**changes)
+        chain_sum(**changes).examples("train")
 
 
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'jaxrl_async\[reasoning_gym\]'"):
-        make_task("reasoning_gym:leg_counting", num_train=1, num_test=1)
+        make_task("reasoning_gym:leg_counting", size=4, num_test=1).examples("train")

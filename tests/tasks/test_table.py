@@ -121,7 +121,7 @@ USER = {"role": "user", "content": "?"}
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"q": "x", "a": 1', r"line 2, character 18: Expecting.*a\": 1"),
+        ('{"q": "x", "a": 1', r"line 2: character 18: Expecting.*a\": 1"),
         ('{"q": "x", "a": NaN}', "line 2: NaN is no number of JSON"),
         ("[1]", r"line 2: expected a JSON object, got list: \[1\]"),
         ('{"q": "x"}', r"line 2: no column 'a' \(it has q\)"),
@@ -142,7 +142,7 @@ USER = {"role": "user", "content": "?"}
             "line 2: .*a content that is a text, got",
         ),
         ("[" * 100_000, "line 2: .*recursion"),
-        ("\xff\xfe", "line 2, character 1: Expecting value"),
+        ("\xff\xfe", "line 2: character 1: Expecting value"),
     ],
 )
 def test_a_row_that_cannot_be_an_example_is_named_with_its_line_column_and_value(
