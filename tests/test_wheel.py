@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,20 @@ def test_a_config_of_the_package_is_found_in_every_directory(tmp_path, monkeypat
     assert config_lib.load_config(spec).learner.num_steps == 2
     sweep = config_lib.load_sweep("configs/sweeps/seeds.py:smoke,num_seeds=2")
     assert len(sweep.points) == 2 and pathlib.Path(sweep.config.partition(":")[0]).is_file()
+
+
+def test_every_config_that_a_command_of_the_docs_names_is_found_in_every_directory(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    load = {"config": config_lib.load_config, "sweep": config_lib.load_sweep}
+    text = "".join(page.read_text("utf-8") for page in ROOT.glob("docs/*.md"))
+    found = set(re.findall(r"jaxrl_async [a-z]+.* --(config|sweep)=([\w/.:,=]+)", text))
+    assert len(found) > 10
+    for kind, spec in found:
+        if spec.endswith(".json") or spec == "FILE":  # of a run
+            continue
+        load[kind](spec)
 
 
 def test_a_file_here_comes_before_the_package(tmp_path, monkeypatch):
