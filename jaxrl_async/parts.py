@@ -14,6 +14,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from jaxrl_async import sealed
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings
@@ -116,7 +117,12 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
         reading = {name: getattr(wanted, name) for name in names}
         return tokenizers.load_tokenizer(files, model=model, **reading)
     if directory.exists():
-        return tokenizers.load_tokenizer(directory)
+        try:
+            return tokenizers.load_tokenizer(directory)
+        except (OSError, ValueError) as error:
+            raise sealed.DamagedError(
+                f"{error}; {directory} may be deleted: it is written again"
+            ) from None
     if wanted.kind == "bpe":
         task = task_of(settings)
         pairs = task.demonstrations() or [(e.text, e.answer) for e in task.examples("train")]
@@ -465,6 +471,8 @@ def base_params(
         return None
     shardings = frozen_shardings(config, mesh)
     assert shardings is not None
+    if not has_base_files(settings):  # The run wrote them, with digests.
+        WeightStore(workdir / "base", keep=1).get(0).verify()
     return hf.load(hf.read_tensors(base_directory(settings, workdir)), config, shardings)
 
 

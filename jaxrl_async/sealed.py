@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TextIO
 
 SEAL = "crc"
+CONFIG_REMEDY = f"mend it, or delete it and resume with a --config; of a change of your own, delete the key {SEAL!r}"
 
 
 class DamagedError(ValueError):

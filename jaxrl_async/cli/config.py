@@ -7,7 +7,6 @@ this module and the verbs: they pass `Settings` on.
 """
 
 import ast
-import json
 import logging
 import pathlib
 import re
@@ -22,6 +21,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
+from jaxrl_async import sealed
 from jaxrl_async.config.build import (
     UsageError,
     complete,
@@ -180,9 +180,9 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
     path = _found("config", file)
     if path.suffix == ".json":
         try:
-            values = json.loads(path.read_text("utf-8"))
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{path} is not JSON: {error}") from None
+            values = sealed.read(path, remedy=sealed.CONFIG_REMEDY)
+        except sealed.DamagedError as error:
+            raise UsageError(str(error)) from None
         values, said = from_json(values, str(path))
         config = config_dict(_tuples(values))
     else:
@@ -254,7 +254,8 @@ def _found(what: str, file: str) -> pathlib.Path:
     if path.is_file() or name in own:
         return path if path.is_file() else own[name]
     known = nearest(name, own) or f"; the package has {', '.join(sorted(own))}"
-    raise UsageError(f"no {what} at {path}{'' if path.suffix == '.json' else known}")
+    again = "; `train --resume` with a --config writes it again"
+    raise UsageError(f"no {what} at {path}{again if path.name == 'config.json' else known}")
 
 
 def _call(path: pathlib.Path, name: str, arg: str) -> Any:

@@ -28,6 +28,7 @@ from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
 from jaxrl_async.runtime.progress import score_of
+from jaxrl_async.sealed import DamagedError
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one")
 PARENT_POLL_SECS = 1.0  # poll interval
@@ -55,6 +56,10 @@ def main(argv: list[str]) -> int:
         index=(0, "index of the server, rollout worker, reward service or learner process"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
         resume=(False, "continue from the last checkpoint of --workdir"),
+        fallback=(
+            False,
+            "with --resume: from the last intact checkpoint, where later ones are damaged",
+        ),
         dry_run=(False, "print the settings and the resolved command, and start nothing"),
     )
     if values.role not in ROLES:
@@ -62,6 +67,8 @@ def main(argv: list[str]) -> int:
     auto = values.role == "auto"
     if auto:
         _apply_place(values)
+    if values.fallback and not values.resume:
+        raise UsageError("--fallback goes with --resume")
     settings = settings_of(values.config)
     machine.check_access(settings, values.role, values.index)
     workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
@@ -78,12 +85,11 @@ def main(argv: list[str]) -> int:
     is_all = values.role == "all"
     process = 0 if is_all else values.index
     with start.locked(workdir) if is_all else contextlib.nullcontext():
-        if begins and not start.begin(
-            values.config, settings, workdir, resume=values.resume, process=process
-        ):
+        how = {"resume": values.resume, "fallback": values.fallback}
+        if begins and not start.begin(values.config, settings, workdir, **how, process=process):
             return 0
         if is_all:
-            return _run_all(settings, workdir, resume=values.resume)
+            return _run_all(settings, workdir, **how)
     with workdirs.written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
     # A scheduler signals all roles at once, and the learner needs the others to finish its step.
@@ -147,15 +153,16 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     words += [f"--config.rollout.reward_addresses={rewards!r}"] if rewards else []
     words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
     words += ["--resume"] if values.resume else []
+    words += ["--fallback"] if values.fallback else []
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
-def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
+def _run_all(settings: Settings, workdir: pathlib.Path, **how: bool) -> int:
     # The learner has its own grace period, which ends first.
     stop = StopRequest(grace_secs=supervisor.learner_stop_secs(settings) + supervisor.STOP_SECS)
     stop.listen(signal.SIGTERM)
     try:
-        done = start.run(settings, workdir=workdir, resume=resume, stop_requested=stop.received)
+        done = start.run(settings, workdir=workdir, **how, stop_requested=stop.received)
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1
@@ -220,6 +227,7 @@ def _run_one(
             index=values.index,
             workdir=workdir,
             resume=values.resume,
+            fallback=values.fallback,
             coordinator=values.coordinator,
             stop_requested=stop.received,
         )
@@ -277,7 +285,7 @@ def _is_explained(error: BaseException) -> bool:
     if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
         return error.__cause__ is None or _is_explained(error.__cause__)
     explained = (JournalError, PreflightError, RewardError, RunFailedError, SettingsError)
-    return isinstance(error, (*explained, UserCodeError))
+    return isinstance(error, (*explained, DamagedError, UserCodeError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from jaxrl_async import sealed
 from jaxrl_async.config.settings import Evaluate
 from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet, sampling_of, score
 from jaxrl_async.rewards.pool import RewardError
@@ -42,6 +43,7 @@ class Evaluator:
 
     def __post_init__(self):
         self._best_path = self.workdir / BEST_FILE
+        _read_best(self._best_path)  # A damage is said before training, not by an evaluation.
         self._lock = threading.Lock()  # The learner pops what the publisher's thread adds.
         self._new: dict[str, float] = {}
 
@@ -118,15 +120,23 @@ class Evaluator:
         best = _read_best(self._best_path)
         if best is None or greedy > best["greedy"]:
             partial = self._best_path.with_suffix(".tmp")
-            partial.write_text(json.dumps({"version": version, "greedy": greedy}) + "\n", "utf-8")
+            text = json.dumps(sealed.sealed({"version": version, "greedy": greedy}))
+            partial.write_text(f"{text}\n", "utf-8")
             partial.replace(self._best_path)
 
 
 def best_version(workdir: pathlib.Path) -> int | None:
-    """The version with the highest greedy accuracy of a run so far, the first of equal ones; None before any."""
+    """The version with the highest greedy accuracy of a run so far, the first of equal ones; None before any.
+
+    Raises:
+      DamagedError: best.json is not as it was written.
+    """
     best = _read_best(workdir / BEST_FILE)
     return None if best is None else best["version"]
 
 
 def _read_best(path: pathlib.Path) -> dict | None:
-    return json.loads(path.read_text("utf-8")) if path.exists() else None
+    if not path.exists():
+        return None
+    remedy = "delete it: the next evaluation chooses the best version anew"
+    return sealed.read(path, remedy=remedy, keys=("version", "greedy"))

@@ -2,23 +2,37 @@
 
 Checkpoint s holds version s. Checkpoint 0, from which RL starts, and the best one are never pruned. A checkpoint is
 copied to host memory when it is saved, and written in the background: it gets its name, and older ones are pruned,
-when all of it is on disk.
+when all of it is on disk. It has a digest of each tensor, as it was in memory, against which a restored one is checked:
+
+    checkpoints/S/digests/process_P.json    of the shards that process P wrote: their places in the tensor, and SHA-256
 """
 
 import concurrent.futures
 import dataclasses
-import functools
+import hashlib
+import json
+import logging
 import pathlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxrl_async import sealed
+from jaxrl_async.versions.layout import tensor_digest
+
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
+DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallback put aside
+
+log = logging.getLogger(__name__)
+Place = tuple[slice, ...]
 
 
 class CheckpointError(ValueError):
@@ -63,6 +77,7 @@ class Checkpoints:
             item_handlers={  # Without handlers a manager that has saved nothing cannot read shapes.
                 "state": ocp.StandardCheckpointHandler(),
                 "position": ocp.JsonCheckpointHandler(),
+                "digests": _DigestsHandler(),
             },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation,
@@ -88,11 +103,15 @@ class Checkpoints:
         """
         self.written(wait=True)
         start = time.monotonic()
+        told = {"step": step, "position": _json_digest(resume_point)}
+        shards = _shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(resume_point)
+                    state=ocp.args.StandardSave(state),
+                    position=ocp.args.JsonSave(resume_point),
+                    digests=_Digests(lambda: told | {"tensors": _digests(shards)}),
                 ),
             )
         except Exception as error:
@@ -149,7 +168,7 @@ class Checkpoints:
         return min((step for step in self.steps() if step), default=0)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """Restores a checkpoint into the shardings of `like`.
+        """Restores a checkpoint into the shardings of `like`, and checks it by its digests.
 
         Args:
           step: one of `steps()`.
@@ -159,7 +178,8 @@ class Checkpoints:
           The state and the queue's resume point.
 
         Raises:
-          CheckpointError: no such step, or a tensor of another shape; names it with both shapes.
+          CheckpointError: no such step, a tensor of another shape, named with both shapes, or a damaged one, named with
+            an intact checkpoint.
         """
         if self._writing is not None and self._writing[0] == step:
             concurrent.futures.wait([self._writing[1]])
@@ -167,15 +187,117 @@ class Checkpoints:
             raise CheckpointError(
                 f"no checkpoint {step} in {self._directory}; it holds {self.steps()}"
             )
-        self._check_shapes(step, like)
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()
-            ),
-        )
-        return restored["state"], restored["position"]
+        try:
+            return self._read(step, like)
+        except _DamagedError as error:
+            raise _DamagedError(f"{error}; {self._remedy(step, like)}") from error
+
+    def restore_last(
+        self, like: Any, *, fallback: bool = False
+    ) -> tuple[int, Any, dict[str, Any], list[str]]:
+        """Restores the last checkpoint; with `fallback` the last intact one, and those after it are put aside.
+
+        Returns:
+          Its step, the state, the queue's resume point, and a sentence for each checkpoint that was put aside.
+
+        Raises:
+          CheckpointError: as of `restore`; with `fallback`, none is intact.
+        """
+        last = self.latest()
+        if not fallback:
+            return last, *self.restore(last, like), []
+        said: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                state, resume_point = self._read(step, like)
+            except _DamagedError as error:
+                said.append(str(error))
+                continue
+            self._put_aside([later for later in self.steps() if later > step])
+            return step, state, resume_point, said
+        raise _DamagedError(f"{'; '.join(said)}; none is intact: start in another --workdir")
+
+    def _read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Raises _DamagedError, in all processes where it is so in one; CheckpointError where it does not fit."""
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = self._read_here(step, like)
+        except CheckpointError:
+            raise
+        except Exception as found:  # Orbax and TensorStore raise whatever the bytes lead to.
+            error = found
+        if jax.process_count() > 1:
+            failed = multihost_utils.process_allgather(np.int32(error is not None))
+            if error is None and np.any(failed):
+                error = ValueError("as another process of the learner found")
+        if error is not None:
+            cause = str(error) or type(error).__name__
+            where = self._directory / str(step)
+            raise _DamagedError(f"checkpoint {step}, {where}, is damaged: {cause}") from error
+        return result
+
+    def _read_here(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        directory = self._directory / str(step)
+        tables = _read_tables(directory / "digests", step)
+        saved = {
+            name: (tuple(entry["shape"]), entry["dtype"])
+            for table in tables
+            for name, entry in table["tensors"].items()
+        }
+        if not tables:
+            log.warning(
+                "%s is of an earlier version, without digests: it is not checked", directory
+            )
+            found = _shapes(self._manager.item_metadata(step)["state"].tree)
+            saved = {name: (shape, None) for name, shape in found.items()}
+        self._check_shapes(step, {name: shape for name, (shape, _) in saved.items()}, like)
+        position = json.loads((path := directory / "position" / "metadata").read_text("utf-8"))
+        for table in tables:
+            if table["position"] != _json_digest(position):
+                raise ValueError(f"{path} is not as it was written, by its digest")
+
+        def restored(dtype_of: Callable[[str, Any], Any]) -> Any:
+            def kind(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+                dtype = dtype_of(_name(path), leaf)
+                return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+            abstract = jax.tree_util.tree_map_with_path(kind, like)
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            return self._manager.restore(step, args=args)["state"]
+
+        state = restored(lambda name, leaf: saved[name][1] or leaf.dtype)
+        _check_digests(directory / "state", state, tables)
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
+        if dtypes != [leaf.dtype for leaf in jax.tree.leaves(state)]:  # A setting changed them.
+            state = restored(lambda name, leaf: leaf.dtype)
+        return state, position
+
+    def _remedy(self, step: int, like: Any) -> str:
+        """What to do about a damaged checkpoint: the intact one before it, or else after it."""
+        steps = self.steps()
+        for other in [*(s for s in reversed(steps) if s < step), *(s for s in steps if s > step)]:
+            try:
+                self._read(other, like)
+            except CheckpointError:
+                continue
+            if other > step:
+                return f"checkpoint {other} is intact"
+            return (
+                f"checkpoint {other} is intact: `train --resume --fallback` continues from it, other verbs take its "
+                "number"
+            )
+        return "no other checkpoint is intact: restore a copy, or start in another --workdir"
+
+    def _put_aside(self, steps: list[int]) -> None:
+        """Moves checkpoints into directories of the workdir that nobody reads."""
+        if jax.process_index() == 0:
+            for step in steps:
+                aside = self._directory.parent / DAMAGED.format(step)
+                shutil.rmtree(aside, ignore_errors=True)
+                (self._directory / str(step)).rename(aside)
+        multihost_utils.sync_global_devices("damaged checkpoints are put aside")
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits for the checkpoint that is being written.
@@ -193,8 +315,7 @@ class Checkpoints:
             f"checkpoint {step} was not written to {self._directory}: {type(error).__name__}: {error}"
         )
 
-    def _check_shapes(self, step: int, like: Any) -> None:
-        saved = _shapes(self._manager.item_metadata(step)["state"].tree)
+    def _check_shapes(self, step: int, saved: dict[str, tuple[int, ...]], like: Any) -> None:
         wanted = _shapes(like)
         for name in sorted(saved.keys() | wanted.keys()):
             if saved.get(name) != wanted.get(name):
@@ -202,6 +323,10 @@ class Checkpoints:
                     f"checkpoint {step} in {self._directory} does not fit: {name} has shape "
                     f"{saved.get(name, 'nothing')}, the model of the config needs {wanted.get(name, 'nothing')}"
                 )
+
+
+class _DamagedError(CheckpointError, sealed.DamagedError):
+    """A checkpoint that is not as it was written."""
 
 
 @dataclasses.dataclass
@@ -215,8 +340,121 @@ class _Best:
         return [checkpoint.step == best for checkpoint in checkpoints]
 
 
+class _DigestsHandler(ocp.JsonCheckpointHandler):
+    """Orbax's handler of digests: each process writes a file of its own, computed in the background."""
+
+    async def async_save(self, directory: Any, item: Any = None, args: Any = None) -> list[Any]:
+        async def write() -> None:
+            process = {"process": jax.process_index(), "num_processes": jax.process_count()}
+            path = directory / f"process_{jax.process_index()}.json"
+            path.write_text(json.dumps(sealed.sealed(process | args.table())))
+
+        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="digests")]
+
+
+@ocp.args.register_with_handler(_DigestsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _Digests(ocp.args.CheckpointArgs):
+    table: Callable[[], dict[str, Any]]
+
+
+def _shards_on_host(state: Any) -> dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]:
+    """Name → (tensor's shape and dtype, the shards of it that this process holds first, with their places)."""
+    leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    firsts = {
+        name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+        for name, leaf in leaves.items()
+    }
+    for shards in firsts.values():
+        for shard in shards:
+            shard.data.copy_to_host_async()
+    return {
+        name: (
+            jax.ShapeDtypeStruct(leaves[name].shape, leaves[name].dtype),
+            [(shard.index, np.asarray(shard.data)) for shard in shards],
+        )
+        for name, shards in firsts.items()
+    }
+
+
+def _digests(tensors: dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]) -> dict[str, Any]:
+    """Name → {shape, dtype, shards: {place: SHA-256}}."""
+    return {
+        name: {
+            "shape": kind.shape,
+            "dtype": str(kind.dtype),
+            "shards": {_text(place, kind.shape): tensor_digest(data) for place, data in shards},
+        }
+        for name, (kind, shards) in tensors.items()
+    }
+
+
+def _read_tables(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
+    """The tables of digests of all processes that wrote a checkpoint; [] where it has none.
+
+    Raises:
+      ValueError: one is damaged, missing, or of another checkpoint.
+    """
+    if not directory.exists():
+        return []
+    first = _read_table(directory, 0, step)
+    return [first, *(_read_table(directory, p, step) for p in range(1, first["num_processes"]))]
+
+
+def _read_table(directory: pathlib.Path, process: int, step: int) -> dict[str, Any]:
+    path = directory / f"process_{process}.json"
+    table = sealed.unsealed(json.loads(path.read_text("utf-8")))
+    if (found := (table.get("step"), table.get("process"))) != (step, process):
+        raise ValueError(f"{path} is of step and process {found}, expected {(step, process)}")
+    return table
+
+
+def _check_digests(directory: pathlib.Path, state: Any, tables: list[dict[str, Any]]) -> None:
+    """Raises ValueError, with the names of directory and tensor, where a shard here differs from its digest."""
+    leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+    def check(name: str) -> None:
+        leaf = leaves[name]
+        written = dict(p for table in tables for p in table["tensors"][name]["shards"].items())
+        shards = {_text(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
+        if not shards.keys() <= written.keys():  # It was written in other shards.
+            if not leaf.is_fully_addressable:
+                leaf = multihost_utils.process_allgather(leaf, tiled=True)
+            shards = {place: np.asarray(leaf)[_place(place)] for place in written}
+        for place, data in shards.items():
+            if (found := tensor_digest(np.asarray(data))) != written[place]:
+                raise ValueError(
+                    f"{directory}: tensor {name} has digest {found[:12]}, was written with {written[place][:12]}"
+                )
+
+    if tables and jax.process_count() > 1:  # All gather in one order.
+        list(map(check, leaves))
+    elif tables:
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            list(pool.map(check, leaves))
+
+
+def _text(place: Place, shape: tuple[int, ...]) -> str:
+    """ "0:4,8:16" for the slices of a shard; "" of a scalar."""
+    ranges = (part.indices(size)[:2] for part, size in zip(place, shape, strict=True))
+    return ",".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+def _place(text: str) -> Place:
+    """The inverse of `_text`."""
+    ranges = (part.split(":") for part in text.split(",") if part)
+    return tuple(slice(int(start), int(stop)) for start, stop in ranges)
+
+
+def _json_digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _name(path: Any) -> str:
+    """The name of a leaf, which does not depend on the types of containers."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Path → shape, with paths that do not depend on the types of containers."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
-    return {name(path): tuple(leaf.shape) for path, leaf in flat}
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {_name(path): tuple(leaf.shape) for path, leaf in flat}

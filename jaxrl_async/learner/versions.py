@@ -22,8 +22,9 @@ from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.records import QueueStatus, ResumePoint
+from jaxrl_async.sealed import DamagedError
 from jaxrl_async.versions.memory import MemoryStore, MemoryVersion
-from jaxrl_async.versions.store import ADAPTER, StoredVersion, WeightStore
+from jaxrl_async.versions.store import ADAPTER, StoredVersion, WeightStore, WeightStoreError
 
 log = logging.getLogger(__name__)
 
@@ -97,33 +98,51 @@ class Versions:
         self._known = False  # whether its files are still in the store, for comparison
 
     def resume(
-        self, version: int, state: TrainState, status: QueueStatus, resume_point: ResumePoint
+        self,
+        version: int,
+        state: TrainState,
+        status: QueueStatus,
+        resume_point: ResumePoint,
+        *,
+        forked: bool = False,
     ) -> None:
         """Starts the first push after a learner was restored to the state of a version.
 
         If a later version was published already, the servers get that version again, from its files: published
-        versions never go back, and the steps up to it are trained again without a push.
+        versions never go back, and the steps up to it are trained again without a push. If it is this version, its
+        weights are compared with those that were published.
 
         Args:
           resume_point: of the checkpoint, for a queue without a journal.
+          forked: later checkpoints were damaged: a new run epoch begins.
 
         Raises:
-          ValueError: the queue's journal ends before the checkpoint.
+          DamagedError: the queue's journal ends before the checkpoint.
         """
+        self._run_epoch = status.run_epoch + forked
+        point = None
         if status.v_pub is None:
-            self.publish(version, self.snapshot(state), resume_point)
-            return
-        if status.committed_step < version:
-            raise ValueError(
-                f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
-                "its end did not reach the disk. Remove the later checkpoints, or move the journal away, with its "
-                "-wal and -shm: the run then goes on from the checkpoint with a new one"
+            log.warning(
+                "the queue has no journal of the %d steps before: replays and reports know those from here on",
+                version,
             )
-        self._run_epoch = status.run_epoch
-        if status.v_pub <= version:
-            self.publish(version, self.snapshot(state))
+            point = resume_point
+        elif status.committed_step < version:
+            raise DamagedError(
+                f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
+                "its end did not reach the disk, or is damaged. Remove the later checkpoints, or move the journal away, "
+                "with its -wal and -shm: the run then goes on from the checkpoint with a new one"
+            )
+        if status.v_pub in (None, version) and self._is_kept(version):
+            path = self._compare(version, self.snapshot(state))
+            self._push(version, lambda: path, point)
             return
-        self._restored, self._known = status.v_pub, status.v_pub in self._store.versions()
+        if status.v_pub is None or status.v_pub <= version:
+            self.publish(version, self.snapshot(state), point)
+            return
+        known = self._is_kept(status.v_pub)
+        self._restored = status.v_pub
+        self._known = known and self._is_kept(self._held(status.v_pub), whole=True)
         if not self._known:
             self._restored -= 1  # It is published after it is trained again.
             log.warning(
@@ -172,7 +191,9 @@ class Versions:
           resume_point: start of a new queue, for the first publication after a restore.
         """
         if version == self._restored and self._known:
-            self._compare(version, snapshot)
+            epoch, path = self._run_epoch, self._compare(version, snapshot)
+            if self._run_epoch != epoch:
+                self._push(version, lambda: path, None)
         if version > self._restored:
             self._push(version, functools.partial(self._write, version, snapshot), resume_point)
 
@@ -191,22 +212,35 @@ class Versions:
         )
         self._version = version
 
-    def _compare(self, version: int, snapshot: Any) -> None:
+    def _is_kept(self, version: int, *, whole: bool = False) -> bool:
+        """Whether the store has a version, whose manifest (or all of it) is sound."""
+        if version not in self._store.versions():
+            return False
+        try:
+            self._store.manifest(version)
+            if whole:
+                self._store.get(version).verify()
+        except WeightStoreError as error:
+            log.warning("%s: its files are not used", error)
+            return False
+        return True
+
+    def _compare(self, version: int, snapshot: Any) -> StoredVersion | None:
         """Writes a published version again. If its weights differ, a new run epoch begins with it."""
         before = self._store.manifest(version)["digest"]
         path = self._write(version, snapshot)
-        if self._process != 0 or (digest := self._store.manifest(version)["digest"]) == before:
-            return
-        self._run_epoch += 1
-        log.warning(
-            "fork: version %d, trained again, has digest %s, but was published with %s (another device count, "
-            "process count, setting or library?). Run epoch %d begins and the version is pushed again",
-            version,
-            digest[:12],
-            before[:12],
-            self._run_epoch,
-        )
-        self._push(version, lambda: path, None)
+        digest = self._store.manifest(version)["digest"]
+        if self._process == 0 and digest != before:
+            self._run_epoch += 1
+            log.warning(
+                "fork: version %d has digest %s here, but was published with %s (another device count, process count, "
+                "setting or library?). Run epoch %d begins and the version is pushed again",
+                version,
+                digest[:12],
+                before[:12],
+                self._run_epoch,
+            )
+        return path
 
     def wait(self, should_stop: Callable[[], bool]) -> None:
         """Waits until the servers hold the newest version, or its delayed one, or until `should_stop`."""

@@ -49,7 +49,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     if not rows:
         raise ValueError(f"{workdir} has no metrics.jsonl with a trained step")
     said += lost_rows(workdir, rows)
-    remedy = "a copy of it from elsewhere will do; the page needs its settings"
+    remedy = sealed.CONFIG_REMEDY
     config = sealed.read(workdir / "config.json", remedy=remedy, keys=("task", "mode"))
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
     prompts = coverage.read(workdir)

@@ -57,6 +57,7 @@ def run(
     process: int,
     coordinator: str,
     resume: bool,
+    fallback: bool = False,
     stop_requested: Callable[[], bool],
     links: "Links | None" = None,
 ) -> bool:
@@ -68,6 +69,7 @@ def run(
       process: index of this process, in [0, learner.num_processes).
       coordinator: "host:port" of process 0, where there are several; see `processes.joined`.
       resume: continue from the last checkpoint.
+      fallback: from the last intact one, where later ones are damaged; a run epoch begins.
       stop_requested: whether to stop at the end of a step, with a checkpoint.
       links: to the queue and the servers; over the network for None.
 
@@ -89,6 +91,7 @@ def run(
                 links,
                 checkpoints,
                 resume=resume,
+                fallback=fallback,
                 stop_requested=stop_requested,
             )
 
@@ -179,6 +182,7 @@ def _train(
     checkpoints: Checkpoints,
     *,
     resume: bool,
+    fallback: bool,
     stop_requested: Callable[[], bool],
 ) -> bool:
     learner, weights = settings.learner, settings.weights
@@ -189,11 +193,14 @@ def _train(
     is_foreign = process == 0 and links.check(expected)
     mesh = mesh_of(learner, links.devices)
     train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
-    version, resume_point = 0, None
+    version, resume_point, damaged = 0, None, []
     if resume:
-        version = checkpoints.latest()
-        state, resume_point = checkpoints.restore(version, train_step.abstract_state())
-        resume_point = ResumePoint.from_json(resume_point)
+        version, state, position, damaged = checkpoints.restore_last(
+            train_step.abstract_state(), fallback=fallback
+        )
+        resume_point = ResumePoint.from_json(position)
+        for sentence in damaged:
+            log.warning("fallback: %s; it is put aside, and a run epoch begins", sentence)
         log.info("resumed at version %d", version)
     else:
         params = _first_trained(settings, workdir, config, mesh, tokenizer, **part)
@@ -257,7 +264,8 @@ def _train(
         if resume_point is None:
             versions.publish(version, versions.snapshot(state))
         else:
-            versions.resume(version, state, queue.status(), resume_point)
+            forked = bool(damaged)
+            versions.resume(version, state, queue.status(), resume_point, forked=forked)
         agreement = Agreement(stop_requested, **part, timeout_secs=learner.lease_timeout_secs)
         with timers("wait_push"):
             versions.wait(lambda: agreement.should_stop(version + 1, False))

@@ -47,7 +47,12 @@ SWITCH_SECS = 0.0005
 
 
 def run(
-    settings: Settings, workdir: pathlib.Path, *, resume: bool, stop_requested: Callable[[], bool]
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    resume: bool,
+    fallback: bool = False,
+    stop_requested: Callable[[], bool],
 ) -> bool:
     """Runs every role until the learner is done; arguments and result as of `learner.run`.
 
@@ -79,6 +84,7 @@ def run(
             process=0,
             coordinator="",
             resume=resume,
+            fallback=fallback,
             stop_requested=stop_requested,
             links=_DirectLinks(settings, others, engines, lock, of_learner),
         )

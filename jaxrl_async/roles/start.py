@@ -43,6 +43,7 @@ def begin(
     workdir: pathlib.Path,
     *,
     resume: bool,
+    fallback: bool = False,
     process: int = 0,
 ) -> bool:
     """Checks the workdir, prints the changes to a resumed run, and writes config.json.
@@ -52,6 +53,7 @@ def begin(
       settings: the checked settings of the config.
       workdir: made where it does not exist.
       resume: continue the run in the workdir.
+      fallback: as of `learner.run`; the last checkpoint may be damaged, and is not the end.
       process: index of the learner process; only process 0 prints and writes.
 
     Returns:
@@ -67,7 +69,8 @@ def begin(
         check_new(settings)
         with machine.errors_of("model.path: "):
             parts.check_context(settings)
-    if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
+    reason = workdirs.nothing_to_do(workdir, settings.learner.num_steps) if resume else ""
+    if reason and not fallback:
         print(reason)
         return False
     if process == 0:
@@ -94,6 +97,7 @@ def run(
     *,
     workdir: pathlib.Path,
     resume: bool,
+    fallback: bool = False,
     on_step: Callable[[int], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -108,7 +112,12 @@ def run(
     """
     machine.prepare(settings, workdir, resume=resume)
     return supervisor.run(
-        settings, workdir=workdir, resume=resume, on_step=on_step, stop_requested=stop_requested
+        settings,
+        workdir=workdir,
+        resume=resume,
+        fallback=fallback,
+        on_step=on_step,
+        stop_requested=stop_requested,
     )
 
 
@@ -119,6 +128,7 @@ def run_role(
     index: int,
     workdir: pathlib.Path,
     resume: bool,
+    fallback: bool = False,
     coordinator: str = "",
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -130,7 +140,7 @@ def run_role(
     Args:
       role: "queue" | "server" | "rollout" | "rewards" | "learner", or "one" for all but "rewards" in this process.
       index: of the server, rollout worker, reward service or learner process.
-      settings, workdir, resume, coordinator, stop_requested: as of `learner.run`.
+      settings, workdir, resume, fallback, coordinator, stop_requested: as of `learner.run`.
 
     Returns:
       Whether the run is done; False for a learner that stopped early.
@@ -156,7 +166,8 @@ def run_role(
         case "one":
             from jaxrl_async.roles import one
 
-            return one.run(settings, workdir, resume=resume, stop_requested=stop_requested)
+            how = {"resume": resume, "fallback": fallback, "stop_requested": stop_requested}
+            return one.run(settings, workdir, **how)
         case "learner":
             from jaxrl_async.roles import learner
 
@@ -166,6 +177,7 @@ def run_role(
                 process=index,
                 coordinator=coordinator,
                 resume=resume,
+                fallback=fallback,
                 stop_requested=stop_requested,
             )
     return True

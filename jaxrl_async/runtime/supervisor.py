@@ -67,6 +67,7 @@ def run(
     *,
     workdir: pathlib.Path,
     resume: bool,
+    fallback: bool = False,
     on_step: Callable[[int], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -80,6 +81,7 @@ def run(
       settings: the run.
       workdir: holds config.json; receives logs/ROLE.log, and roles.json: the processes, or how the run ended.
       resume: continue from the last checkpoint.
+      fallback: as of `learner.run`, at the first start.
       on_step: called with each step after its end, in this thread.
       stop_requested: whether to stop early: the learner finishes its step and checkpoints, then all roles end.
 
@@ -120,14 +122,15 @@ def run(
         )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
 
-    def start(name: str, resume: bool) -> Role:
-        return _start(name, workdir, addresses, devices, resume=resume)
+    def start(name: str, resume: bool, fallback: bool = False) -> Role:
+        flags = ["--resume"] * resume + ["--fallback"] * fallback
+        return _start(name, workdir, addresses + flags, devices)
 
     roles: list[Role] = []
     end = "failed"
     try:
         for name in names:
-            roles.append(start(name, resume))
+            roles.append(start(name, resume, fallback))
         done = _watch(
             roles, len(learners), settings, workdir, queue_address, start, on_step, stop_requested
         )
@@ -324,11 +327,10 @@ def _kind(server) -> str:
     return f" ({shlex.split(server.command)[0]})" if server.command else " (embedded)"
 
 
-def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
+def _start(name: str, workdir, flags, devices) -> Role:
     role, _, index = name.partition("-")
     command = [sys.executable, "-m", "jaxrl_async", "train", f"--config={workdir}/config.json"]
-    command += [f"--workdir={workdir}", f"--role={role}", f"--index={index or 0}", *addresses]
-    command += ["--resume"] if resume else []
+    command += [f"--workdir={workdir}", f"--role={role}", f"--index={index or 0}", *flags]
     log = workdir / "logs" / f"{name}.log"
     log.parent.mkdir(exist_ok=True)
     environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}

@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_collections
 
+from jaxrl_async import sealed
 from jaxrl_async.config.build import complete, from_json
 from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.config.settings import Model
@@ -190,7 +191,9 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
             if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
                 shutil.copy(path, kept)
         temporary = workdir / ".config.json"  # Other roles may be reading the present one.
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(
+            json.dumps(sealed.sealed(json.loads(text)), indent=2), encoding="utf-8"
+        )
         temporary.rename(path)
 
 
@@ -201,13 +204,9 @@ def resume_command(workdir: pathlib.Path) -> str:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return from_json(json.loads(path.read_text("utf-8")), str(path))[0]
-    except SettingsError as error:
+        return from_json(sealed.read(path, remedy=sealed.CONFIG_REMEDY), str(path))[0]
+    except (sealed.DamagedError, SettingsError) as error:
         raise StartError(str(error)) from None
-    except ValueError as error:
-        raise StartError(
-            f"{path} is not JSON: {error}; mend it, or delete it and give --config"
-        ) from None
 
 
 def _text(config: ml_collections.ConfigDict) -> str:

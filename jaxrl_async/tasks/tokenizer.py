@@ -6,6 +6,7 @@ tokenizer_config.json), in which the byte-pair encodings trained here are saved 
 
 import datetime
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -22,9 +23,11 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
+from jaxrl_async import sealed
 from jaxrl_async.types import Trajectory
 
 CHAR_FILE = "char_tokenizer.json"
+DIGESTS_FILE = "digests.json"  # of the files beside it, where they were written here
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
@@ -110,9 +113,11 @@ def load_tokenizer(directory: str | os.PathLike, **reading: Any) -> Tokenizer:
 
     Raises:
       FileNotFoundError: there are none, or no such template.
-      ValueError: one is broken, or none names an end-of-sequence token that the vocabulary has.
+      ValueError: one is broken, or not as it was written, or none names an end-of-sequence token that the vocabulary
+        has.
     """
     directory = pathlib.Path(directory)
+    _check_digests(directory)
     if (directory / CHAR_FILE).is_file():
         alphabet = _read_json(directory / CHAR_FILE).get("alphabet")
         if not isinstance(alphabet, str):
@@ -716,7 +721,9 @@ def _write(directory: pathlib.Path, files: Mapping[str, bytes]) -> None:
     partial = tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=directory.parent)
     try:
         os.chmod(partial, 0o755)
-        for name, content in files.items():
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        written = {**files, DIGESTS_FILE: _json_bytes(sealed.sealed(digests))}
+        for name, content in written.items():
             pathlib.Path(partial, name).write_bytes(content)
         os.rename(partial, directory)
     except OSError:
@@ -726,6 +733,19 @@ def _write(directory: pathlib.Path, files: Mapping[str, bytes]) -> None:
             raise FileExistsError(f"{directory} exists with other files") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_digests(directory: pathlib.Path) -> None:
+    """Raises DamagedError where a file is not as `_write` wrote it."""
+    if not (path := directory / DIGESTS_FILE).exists():
+        return
+    remedy = (
+        f"delete {directory}, which a run writes again, or {path} if you changed the file yourself"
+    )
+    for name, digest in sealed.read(path, remedy=remedy).items():
+        file = directory / name
+        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise sealed.DamagedError(f"{file} is not as it was written; {remedy}")
 
 
 def _content(directory: pathlib.Path) -> dict[str, bytes]:

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from jaxrl_async import sealed
 from jaxrl_async.records import NOBODY, Identity, SupersededError
 from jaxrl_async.versions import layout
 
@@ -52,7 +53,7 @@ _VERSION_NAME = re.compile(r"\d{8,}")
 _TEMPORARY = ".aside-"
 
 
-class WeightStoreError(ValueError):
+class WeightStoreError(sealed.DamagedError):
     """A version is missing or differs from its manifest; names the file and the tensor."""
 
 
@@ -224,7 +225,10 @@ class WeightStore:
             raise WeightStoreError(
                 f"no version {version} in {self._root}; it holds {self.versions()}"
             )
-        return read_manifest(self.path(version))
+        manifest = read_manifest(path := self.path(version))
+        if manifest["version"] != version:
+            raise WeightStoreError(f"{path / MANIFEST} is of version {manifest['version']}")
+        return manifest
 
     def _temporary(self, version: int) -> pathlib.Path:
         return self._root / f"{_TEMPORARY}{self.writer.generation}-{version}"
@@ -389,7 +393,7 @@ def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
     """
     file = pathlib.Path(path) / MANIFEST
     try:
-        manifest = json.loads(file.read_text())
+        manifest = sealed.unsealed(json.loads(file.read_text()))
         return manifest | {"tensors": dict(manifest["tensors"]), "digest": str(manifest["digest"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightStoreError(f"{file}: cannot be read: {error!r}") from error
@@ -498,13 +502,14 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
 
 
 def _manifest(version: int, writer: Identity, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return {
+    manifest = {
         "version": version,
         "writer": dataclasses.asdict(writer),
         "total_bytes": _total_bytes(table),
         "digest": layout.version_digest({name: entry["digest"] for name, entry in table.items()}),
         "tensors": table,
     }
+    return sealed.sealed(manifest)
 
 
 def _total_bytes(table: dict[str, dict[str, Any]]) -> int:

@@ -687,7 +687,7 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     tmp_path, capsys, monkeypatch
 ):
     (tmp_path / "config.json").write_text(config_lib.load_config(str(QUICKSTART)).to_json())
-    (tmp_path / "best.json").write_text(json.dumps({"version": 40}))
+    (tmp_path / "best.json").write_text(json.dumps({"version": 40, "greedy": 0.5}))
     for step in (0, 40, 100):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     counts = {"num_prompts": 8, "num_fit": 8, "num_questions": 40}

@@ -1,6 +1,8 @@
 """Checkpoints: saved states come back, 0 is kept, and a misfit is named."""
 
+import json
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from jaxrl_async.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_async.records import ResumePoint
 from jaxrl_async.roles.learner import Saves
 from jaxrl_async.runtime import workdir
+from jaxrl_async.sealed import DamagedError
 
 WAIT_SECS = 60.0
 
@@ -81,6 +84,119 @@ def test_a_checkpoint_is_restored_into_another_sharding(tmp_path):
     restored, _ = checkpoints.restore(1, wanted)
     assert restored["params"]["w"].sharding == sharding
     np.testing.assert_array_equal(restored["params"]["w"], np.full((4, 2), 3.0))
+
+
+# Damage.
+
+
+def fill(directory, *steps, keep=3):
+    """Checkpoints whose tensors differ from one another."""
+    checkpoints = open_checkpoints(directory, keep=keep)
+    for step in steps:
+        checkpoints.save(step, state(step + 0.5), {"step": step, "frontier": 10 * step})
+    checkpoints.close()
+    return open_checkpoints(directory, keep=keep)
+
+
+def flip(path, bit=0x01, at=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at)] ^= bit
+    path.write_bytes(bytes(content))
+
+
+def alter(directory, step):
+    """Writes a checkpoint's bytes as another step's, which TensorStore reads as they are."""
+    other, wanted = directory / "1" / "state", directory / str(step) / "state"
+    shutil.rmtree(wanted)
+    shutil.copytree(other, wanted)
+
+
+def test_a_tensor_that_differs_from_its_digest_is_named_with_the_intact_checkpoint_before_it(
+    tmp_path,
+):
+    fill(tmp_path, 1, 2, 3)
+    alter(tmp_path, 3)
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint 3, .*/3, is damaged: .*/3/state: tensor params\.w has digest .*"
+        r"; checkpoint 2 is intact: `train --resume --fallback`",
+    ) as raised:
+        open_checkpoints(tmp_path).restore(3, state())
+    assert isinstance(raised.value, DamagedError)
+    alter(tmp_path, 2)
+    with pytest.raises(CheckpointError, match=r"checkpoint 3, .*checkpoint 1 is intact"):
+        open_checkpoints(tmp_path).restore_last(state())
+
+
+def test_a_fallback_takes_the_last_intact_checkpoint_and_puts_the_damaged_ones_aside(tmp_path):
+    fill(tmp_path / "checkpoints", 1, 2, 3)
+    flip(tmp_path / "checkpoints" / "3" / "position" / "metadata", 0x08)
+    checkpoints = open_checkpoints(tmp_path / "checkpoints", keep=3)
+    step, restored, position, said = checkpoints.restore_last(state(), fallback=True)
+    assert step == 2 and float(restored["params"]["w"][0, 0]) == 2.5 and position["frontier"] == 20
+    assert len(said) == 1 and "checkpoint 3" in said[0]
+    assert (tmp_path / "damaged-checkpoint-3").is_dir() and checkpoints.steps() == [1, 2]
+    checkpoints.save(3, state(3), {})  # Its number is free.
+    checkpoints.close()
+    checkpoints = open_checkpoints(tmp_path / "checkpoints", keep=3)
+    assert checkpoints.restore_last(state(), fallback=True)[::3] == (3, [])
+
+
+def test_without_an_intact_checkpoint_there_is_no_fallback(tmp_path):
+    fill(tmp_path, 1)
+    for path in (tmp_path / "1" / "state" / "d").iterdir():
+        path.unlink()
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match=r"checkpoint 1, .* start in another --workdir"):
+            open_checkpoints(tmp_path).restore_last(state(), fallback=fallback)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["position/metadata", "digests/process_0.json", "state/manifest.ocdbt"],
+)
+@pytest.mark.parametrize(
+    "damage",
+    [flip, lambda path: path.write_bytes(path.read_bytes()[:9]), lambda path: path.unlink()],
+)
+def test_every_file_of_a_checkpoint_is_damaged_in_the_words_of_a_checkpoint(tmp_path, name, damage):
+    fill(tmp_path, 1, 2)
+    damage(tmp_path / "2" / name)
+    with pytest.raises(CheckpointError, match=r"checkpoint 2, .* is damaged: .*checkpoint 1 is"):
+        open_checkpoints(tmp_path).restore(2, state())
+
+
+@pytest.mark.parametrize("name", ["position/metadata", "digests/process_0.json"])
+def test_files_of_another_checkpoint_are_not_taken_for_its_own(tmp_path, name):
+    fill(tmp_path, 1, 2)
+    shutil.copy(tmp_path / "1" / name, tmp_path / "2" / name)
+    with pytest.raises(CheckpointError, match=r"checkpoint 2, .* is damaged"):
+        open_checkpoints(tmp_path).restore(2, state())
+
+
+def test_a_checkpoint_of_before_digests_is_restored_and_said_to_be_unchecked(tmp_path, caplog):
+    fill(tmp_path, 2)
+    shutil.rmtree(tmp_path / "2" / "digests")
+    restored, position = open_checkpoints(tmp_path).restore(2, state())
+    assert float(restored["params"]["w"][0, 0]) == 2.5 and position["step"] == 2
+    assert [r.message for r in caplog.records if "without digests" in r.message]
+
+
+def test_digests_hold_in_another_sharding_and_another_dtype(tmp_path):
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    saved = state(3.0)
+    spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    saved["params"]["w"] = jax.device_put(np.arange(8, dtype=np.float32).reshape(4, 2), spec)
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, saved, {})
+    checkpoints.close()
+    table = json.loads((tmp_path / "1" / "digests" / "process_0.json").read_text())["tensors"]
+    assert list(table["params.w"]["shards"]) == ["0:1,0:2", "1:2,0:2", "2:3,0:2", "3:4,0:2"]
+    wanted = state()
+    wanted["params"]["w"] = wanted["params"]["w"].astype(jnp.bfloat16)
+    restored, _ = open_checkpoints(tmp_path).restore(1, wanted)
+    assert restored["params"]["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(restored["params"]["w"], np.arange(8.0).reshape(4, 2))
 
 
 # In the background.

@@ -66,9 +66,9 @@ def make(params, tmp_path):
             assert held is None or set(read_tensors(store.path(held))[NORM]) == {held}
             return held
 
-        def resume(version, status):
+        def resume(version, status, forked=False):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
-            versions.resume(version, state, status, RESUME_POINT)
+            versions.resume(version, state, status, RESUME_POINT, forked=forked)
 
         return types.SimpleNamespace(
             given=given, resume=resume, versions=versions, store=store, pushed=publisher.pushed
@@ -160,7 +160,7 @@ def left(make):
     return make(NO_DELAY, keep=3)
 
 
-def test_a_queue_without_a_journal_gets_the_resume_point(left):
+def test_a_queue_without_a_journal_gets_the_resume_point(left, caplog):
     left.resume(3, empty_status(v_pub=None))
     assert left.pushed == [(3, 0, RESUME_POINT)]
 
@@ -195,9 +195,44 @@ def test_other_weights_under_a_published_version_are_a_fork(left, params, caplog
     left.versions.publish(5, left.versions.snapshot(state))
     assert left.pushed == [(5, 0, None), (5, 1, None)]
     assert set(read_tensors(left.store.path(5))[NORM]) == {5.5}
-    assert "fork: version 5, trained again, has digest" in caplog.text
+    assert "fork: version 5 has digest" in caplog.text
     left.given(6)
     assert left.pushed[-1] == (6, 1, None)
+
+
+def test_a_resume_compares_its_weights_with_the_published_ones_of_that_version(
+    left, params, caplog
+):
+    left.resume(5, at(v_pub=5, committed_step=5))
+    assert left.pushed == [(5, 0, None)] and "fork" not in caplog.text
+    left.pushed.clear()
+    state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + 5.5, params))
+    left.versions.resume(5, state, at(v_pub=5, committed_step=5), RESUME_POINT)
+    assert left.pushed == [(5, 1, None)] and "fork: version 5 has digest" in caplog.text
+    assert set(read_tensors(left.store.path(5))[NORM]) == {5.5}
+
+
+@pytest.mark.parametrize("version", [3, 5, 6])
+def test_a_fallback_begins_a_run_epoch_whatever_was_published(left, version):
+    left.resume(version, at(v_pub=5, committed_step=6), forked=True)
+    assert left.pushed == [(max(version, 5), 1, None)]
+
+
+@pytest.mark.parametrize("version", [3, 5])
+@pytest.mark.parametrize("name", ["manifest.json", "model.safetensors"])
+def test_damaged_files_of_a_published_version_are_neither_pushed_nor_compared_with(
+    left, caplog, version, name
+):
+    path = left.store.path(5) / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    left.resume(version, at(v_pub=5, committed_step=6))
+    if version == 3:
+        assert left.pushed == [] and f"{path}" in caplog.text
+        left.given(5)
+    assert left.pushed == [(5, 0, None)]
+    assert set(read_tensors(left.store.path(5))[NORM]) == {5}
 
 
 def test_a_published_version_whose_files_are_gone_is_published_when_it_was_trained_again(

@@ -130,6 +130,7 @@ def test_the_updates_of_a_step_change_only_where_no_blocks_take_turns(workdir, s
     assert resume(workdir, minibatches) == 0
     values = json.loads((workdir / "config.json").read_text())
     values["learner"] |= {"num_minibatches": 2, "blocks": 2}
+    del values["crc"]
     (workdir / "config.json").write_text(json.dumps(values))
     assert resume(workdir, minibatches) == 2
     assert "learner.num_minibatches 2 → 4: a resumed run cannot" in capsys.readouterr().err
@@ -176,7 +177,34 @@ def test_a_run_that_has_its_workdir_is_not_said_to_be_resumable(workdir):
 def test_a_config_that_is_no_json_is_named(workdir, started, capsys):
     (workdir / "config.json").write_text("{")
     assert resume(workdir, f"--config={QUICKSTART}:smoke") == 2
-    assert f"{workdir}/config.json is not JSON" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{workdir}/config.json is damaged" in said and "delete it and resume with" in said
+
+
+def test_a_config_with_an_altered_value_is_refused_until_its_seal_is_taken_off(
+    workdir, started, capsys
+):
+    workdirs.write_config(workdir, load_config(f"{QUICKSTART}:smoke"))
+    text = (workdir / "config.json").read_text()
+    altered = text.replace('"seed": 0', '"seed": 1')
+    assert altered != text
+    (workdir / "config.json").write_text(altered)
+    assert resume(workdir) == 2
+    assert "config.json is damaged: its checksum is" in capsys.readouterr().err
+    values = json.loads(altered)
+    del values["crc"]
+    (workdir / "config.json").write_text(json.dumps(values))
+    assert load_config(str(workdir / "config.json")).seed == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "best.json"])
+def test_a_file_that_is_not_there_or_damaged_is_named_by_evaluate(workdir, capsys, name):
+    (workdir / "best.json").write_text('{"version": 2, "greedy": 0.5, "crc": 1}')
+    if name == "config.json":
+        (workdir / "best.json").unlink()
+        (workdir / name).unlink()
+    assert main.main(["evaluate", f"--workdir={workdir}"]) == 2
+    assert f"{workdir}/{name}" in capsys.readouterr().err
 
 
 def test_without_a_workdir_the_config_is_needed(capsys):
