@@ -130,8 +130,8 @@ class Versions:
         elif status.committed_step < version:
             raise DamagedError(
                 f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
-                "its end did not reach the disk, or is damaged. Remove the later checkpoints, or move the journal away, "
-                "with its -wal and -shm: the run then goes on from the checkpoint with a new one"
+                "its end did not reach the disk, or is damaged. Remove the later checkpoints, or move the journal "
+                "away, with its -wal and -shm: the run then goes on from the checkpoint with a new one"
             )
         if status.v_pub in (None, version) and self._is_kept(version):
             path = self._compare(version, self.snapshot(state))

@@ -174,6 +174,17 @@ def test_a_run_that_has_its_workdir_is_not_said_to_be_resumable(workdir):
     assert names | {".lock"} == {path.name for path in workdir.iterdir()}
 
 
+def test_a_fallback_goes_with_resume_and_is_no_end(workdir, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(train, "_run_all", lambda settings, path, **how: given.append(how) or 0)
+    assert main.main(["train", "--fallback", f"--config={QUICKSTART}:smoke"]) == 2
+    assert "--fallback goes with --resume" in capsys.readouterr().err
+    (workdir / "checkpoints" / "2").mkdir()
+    assert resume(workdir) == 0 and "nothing to do" in capsys.readouterr().out
+    assert resume(workdir, "--fallback") == 0
+    assert given == [{"resume": True, "fallback": True}]
+
+
 def test_a_config_that_is_no_json_is_named(workdir, started, capsys):
     (workdir / "config.json").write_text("{")
     assert resume(workdir, f"--config={QUICKSTART}:smoke") == 2

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings, Tokenizer
+from jaxrl_async.sealed import DamagedError
 from jaxrl_async.tasks import tokenizer as room
 from jaxrl_async.tasks.tokenizer import (
     CharTokenizer,
@@ -133,6 +134,27 @@ def test_saving_twice_is_fine_and_saving_over_something_else_is_not(tmp_path, ki
         tokenizer.save(tmp_path / "other")
     assert load_tokenizer(tmp_path / "other").encode("ab") == [2, 3]
     assert not list(tmp_path.glob("*.partial-*"))
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+@pytest.mark.parametrize("damage", [lambda text: text.replace("a", "e"), lambda text: text[:9]])
+def test_files_of_a_tokenizer_that_were_altered_are_named(tmp_path, kind, damage):
+    (CharTokenizer("abc") if kind == "char" else make_bpe(tmp_path / "made")).save(tmp_path / "it")
+    for path in (tmp_path / "it").iterdir():
+        written = path.read_text("utf-8")
+        if damage(written) == written:
+            continue
+        path.write_text(damage(written), "utf-8")
+        with pytest.raises(
+            DamagedError, match=rf"{path.name} is .*; delete {tmp_path / 'it'}, which"
+        ):
+            room.load_tokenizer(tmp_path / "it")
+        path.unlink()
+        if path.name != room.DIGESTS_FILE:
+            with pytest.raises(DamagedError, match=rf"{path.name} is not as it was written"):
+                room.load_tokenizer(tmp_path / "it")
+        path.write_text(written, "utf-8")
+    room.load_tokenizer(tmp_path / "it")
 
 
 def test_a_tokenizer_is_there_in_full_or_not_at_all(tmp_path, monkeypatch):
