@@ -33,24 +33,12 @@ CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MODEL_FILE = "config.json"  # of a model
-# Of older tokenizers, whose config has no added_tokens_decoder.
-SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
-HF_FILES = (
-    *(TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE),
-    *(SPECIAL_FILE, ADDED_FILE),
-)
+SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"  # of older tokenizers
+HF_FILES = (TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE, SPECIAL_FILE, ADDED_FILE)
 PAD, EOS = "<pad>", "<eos>"
 
 _FURTHER_HF_FILES = ("vocab.json", "merges.txt", "tokenizer.model")  # copied and not read
-_NAMED = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+_NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _ANSWER = "answer 7c1e5b"  # stands for an answer where a template writes what follows it
 Asked = str | Sequence[Mapping[str, Any]]  # a text, or messages that end with the user's
 _UNBOUNDED = 10**30  # model_max_length without a bound, as transformers writes it
@@ -695,19 +683,9 @@ class _Generation(jinja2.ext.Extension):
         return caller()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

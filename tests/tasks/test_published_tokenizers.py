@@ -36,7 +36,7 @@ CONVERSATIONS = {
         [QUESTION, {"role": "assistant", "content": "<think>\nso\n</think>\n5 "}, QUESTION],
         [],
     ),
-    "nulls": ([QUESTION, {"role": "assistant", "content": "5", "tool_calls": None}, QUESTION], []),
+    "nulls": ([QUESTION, {"role": "assistant", "content": "5", "name": None}, QUESTION], []),
     "tools": ([QUESTION], TOOLS),
     "call": (
         [
