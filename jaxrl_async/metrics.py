@@ -226,6 +226,15 @@ def score_names(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def score_text(row: Mapping[str, float | None], name: str) -> str:
+    """A score with its interval, "0.500 (0.215–0.785)"; "–" where the row has none."""
+    if row.get(name) is None:
+        return "–"
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    interval = "" if low is None or high is None else f" ({low:.3f}–{high:.3f})"
+    return f"{row[name]:.3f}{interval}"
+
+
 def coverage_of(row: Mapping[str, float | None], prefix: str = "") -> str:
     """The prompts that the scores of a row are of, "8 of 40 prompts, 32 do not fit …"; "" where it does not say."""
     names = ("num_prompts", "num_fit", "num_questions")

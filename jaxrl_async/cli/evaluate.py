@@ -8,13 +8,14 @@ from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
-from jaxrl_async.metrics import coverage_of, score_names
+from jaxrl_async.metrics import coverage_of, score_names, score_text
 from jaxrl_async.preflight import machine
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
 checkpoint was chosen during training, on the validation prompts (evaluate.num_validation). Prints a table and writes
 evaluation.json into the workdir."""
+CELL = len("0.500 (0.215–0.785)")  # columns of a score
 TAKES = "config.task.changed"  # the one setting that is not the run's own
 
 
@@ -71,10 +72,10 @@ def main(argv: list[str]) -> int:
     last = max(row["step"] for row in rows)
     for prefix, names in score_names(rows[0]).items():
         print(f"{prefix.removesuffix('/') or 'test split'}: {coverage_of(rows[0], prefix)}")
-        columns = ["step", *(name.removeprefix(prefix) for name in names)]
-        print("  ".join(f"{column:>10}" for column in columns))
+        columns = (f"{name.removeprefix(prefix):>{CELL}}" for name in names)
+        print("  ".join([f"{'step':>10}", *columns]))
         for row in rows:
-            cells = [f"{row['step']:>10}", *(f"{row[name]:>10.3f}" for name in names)]
+            cells = [f"{row['step']:>10}", *(f"{score_text(row, name):>{CELL}}" for name in names)]
             is_best = row["step"] == best and best != last and not prefix
             print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
     return 0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.metrics import METRICS, Rows, column, coverage_of
+from jaxrl_async.metrics import METRICS, Rows, column, coverage_of, score_text
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
 from jaxrl_async.samples import CompletionText
@@ -37,19 +37,12 @@ def scores(points: Rows) -> str:
     if not found:
         return ""
 
-    def score(point, name: str) -> str:
-        if point.get(name) is None:
-            return "–"
-        ends = [point.get(f"{name}_{end}") for end in ("low", "high")]
-        interval = "" if None in ends else f" ({ends[0]:.3f}–{ends[1]:.3f})"
-        return f"{point[name]:.3f}{interval}"
-
     head, body = ["version"], [[f"{point['version']:.0f}"] for point in points]
     for prefix, names in found.items():
         of = [coverage_of(point, prefix).partition(" prompts")[0] for point in points]
         head += [*names, *[f"{prefix}prompts"] * any(of)]
         for point, cells, covered in zip(points, body, of, strict=True):
-            cells += [*(score(point, name) for name in names), *[covered or "–"] * any(of)]
+            cells += [*(score_text(point, name) for name in names), *[covered or "–"] * any(of)]
     shown = table(head, body)
     if len(points) > _MANY_POINTS:
         return f"<details><summary>{len(points)} evaluations</summary>{shown}</details>"

@@ -80,7 +80,7 @@ def test_versions_are_compared_on_the_validation_split_or_as_in_old_runs(
 ):
     settings = settings_with(every_steps=4, num_validation=num_validation)
     evaluator = evaluator_of(settings, tmp_path)
-    found = [prompt.text for prompt in evaluator.prompts]
+    found = [prompt.text for prompt in evaluator.sets[0].prompts]
     assert found == texts(parts.task_of(settings), split)[: settings.evaluate.num_prompts]
 
 
@@ -111,7 +111,7 @@ def test_the_verb_scores_the_best_version_by_default(tmp_path, monkeypatch, caps
     asked = []
     monkeypatch.setattr(
         "jaxrl_async.tools.evaluate.evaluate",
-        lambda settings, workdir, steps: asked.append(steps) or [{"step": 4, "greedy": 0.5}],
+        lambda settings, workdir, steps, sets: asked.append(steps) or [{"step": 4, "greedy": 0.5}],
     )
     assert verb.main([f"--workdir={tmp_path}"]) == 0
     (tmp_path / "best.json").unlink()
@@ -129,5 +129,5 @@ def test_the_report_shows_both_scores_of_a_version(tmp_path):
         "validation greedy_low": 0.4,
         "greedy": 0.25,
     }
-    assert plots.score_names([point]) == ["greedy", "validation greedy"]
+    assert [*plots.score_names([point]).values()] == [["greedy"], ["validation greedy"]]
     assert np.isfinite(list(point.values())).all()
