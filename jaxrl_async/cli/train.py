@@ -26,8 +26,9 @@ from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
-from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
+from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest, outputs_may_close
 from jaxrl_async.runtime.progress import score_of
+from jaxrl_async.runtime.workdir import GoneError
 from jaxrl_async.sealed import DamagedError
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one")
@@ -40,11 +41,12 @@ log = logging.getLogger(__name__)
 USAGE = """Trains a policy. --role=all (the default) starts queue, servers, rollout workers and learner on this machine
 and supervises them; another role runs alone, as on one host of a pod. --role=auto takes the role and the addresses of
 the others from the environment (Slurm, a Kubernetes JobSet, a TPU slice; none of them: all), and resumes a workdir
-that holds a run. SIGTERM finishes the step, checkpoints and exits with code 75. A learner that a later one of the run
-has superseded exits with code 2. `train --resume --workdir=DIR` resumes with the config of DIR; changes by --config or
---config.a.b=value are printed, and kept in DIR."""
+that holds a run. SIGTERM, SIGHUP and a closed terminal or pipe finish the step, checkpoint and exit with code 75. A
+learner that a later one of the run has superseded exits with code 2. `train --resume --workdir=DIR` resumes with the
+config of DIR; changes by --config or --config.a.b=value are printed, and kept in DIR."""
 
 
+@outputs_may_close()
 def main(argv: list[str]) -> int:
     values = parse_flags(
         USAGE,
@@ -160,7 +162,7 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
 def _run_all(settings: Settings, workdir: pathlib.Path, **how: bool) -> int:
     # The learner has its own grace period, which ends first.
     stop = StopRequest(grace_secs=supervisor.learner_stop_secs(settings) + supervisor.STOP_SECS)
-    stop.listen(signal.SIGTERM)
+    stop.listen(signal.SIGTERM, signal.SIGHUP)
     try:
         done = start.run(settings, workdir=workdir, **how, stop_requested=stop.received)
     except KeyboardInterrupt:
@@ -168,7 +170,7 @@ def _run_all(settings: Settings, workdir: pathlib.Path, **how: bool) -> int:
         return 1
     except StartError:
         raise
-    except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
+    except (supervisor.RoleDiedError, supervisor.StalledError, GoneError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
     except OSError as error:
@@ -212,7 +214,7 @@ def _run_one(
     stop = StopRequest(grace_secs=settings.checkpoint.grace_secs)
     stop.listen(supervisor.STOP_SIGNAL)
     if graceful:
-        stop.listen(signal.SIGTERM)
+        stop.listen(signal.SIGTERM, signal.SIGHUP)
         # Processes of a scheduler may start with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
@@ -285,7 +287,7 @@ def _is_explained(error: BaseException) -> bool:
     if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
         return error.__cause__ is None or _is_explained(error.__cause__)
     explained = (JournalError, PreflightError, RewardError, RunFailedError, SettingsError)
-    return isinstance(error, (*explained, DamagedError, UserCodeError))
+    return isinstance(error, (*explained, DamagedError, GoneError, UserCodeError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:

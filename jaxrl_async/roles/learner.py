@@ -40,6 +40,7 @@ from jaxrl_async.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.runtime.supervisor import visible_devices
+from jaxrl_async.runtime.workdir import watched
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
@@ -270,7 +271,10 @@ def _train(
         with timers("wait_push"):
             versions.wait(lambda: agreement.should_stop(version + 1, False))
 
+        check_workdir = stack.enter_context(watched(workdir))
+
         def should_stop(step: int, chunk_arrived: bool) -> bool:
+            check_workdir()
             saves.check()
             if chunk_arrived:
                 gc_freeze("the learner's programs")

@@ -30,7 +30,7 @@ from jaxrl_async.records import QueueStatus
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
-from jaxrl_async.runtime.workdir import checkpoint_steps
+from jaxrl_async.runtime.workdir import GoneError, checkpoint_steps, watched
 from jaxrl_async.tasks import coverage
 
 # For a learner on a CPU: XLA allocates a step's buffers anew each time, and pages of 4 KiB cost a tenth of the step.
@@ -91,6 +91,7 @@ def run(
     Raises:
       RoleDiedError: a role failed, or roles were restarted more often than supervisor.max_restarts.
       StalledError: no step within supervisor.stall_secs.
+      GoneError: the workdir is not there any more.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
     addresses, found = [f"--config.queue.address={queue_address}"], visible_devices()
@@ -139,9 +140,13 @@ def run(
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a second SIGTERM.
         end = "left"
         raise
+    except GoneError:
+        end = ""
+        raise
     finally:
         stop(roles)
-        status.write_end(workdir, end)
+        if end:
+            status.write_end(workdir, end)
 
 
 def stop(roles: list[Role]) -> None:
@@ -364,9 +369,10 @@ def _watch(
     pids: dict[str, int] = {}
     num_steps, row = settings.learner.num_steps, last_metrics(workdir)
     shown = Progress(num_steps, row=row, stream=sys.stderr, is_terminal=sys.stderr.isatty())
-    with contextlib.closing(glance), contextlib.closing(shown):
+    with contextlib.closing(glance), contextlib.closing(shown), watched(workdir) as check_workdir:
         progress = _progress(shown, workdir, roles[-num_learners].log, glance, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
+            check_workdir()
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
                     roles[i] = restarts.of(role)

@@ -8,7 +8,7 @@ import os
 import pathlib
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -51,6 +51,10 @@ FREE = ("model.remat", "task.changed")
 MISSING = object()  # the value of a key that a config does not have
 
 
+class GoneError(RuntimeError):
+    """The directory of a run that goes on was deleted, renamed or replaced; the message names it."""
+
+
 def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
     """The steps with a complete checkpoint, ascending; an incomplete one has a name that is no number."""
     return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
@@ -91,6 +95,35 @@ def lock(workdir: pathlib.Path) -> Iterator[None]:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def watched(workdir: pathlib.Path) -> Iterator[Callable[[], None]]:
+    """Yields a function that raises GoneError once the directory, or its config.json, is not there any more."""
+    config = (
+        workdir / "config.json"
+    )  # The first file to go: a directory where roles still write is not removed.
+    descriptor, had_config = os.open(workdir, os.O_RDONLY), config.exists()
+
+    def check() -> None:
+        try:
+            is_there = os.path.samestat(os.stat(workdir), os.fstat(descriptor))
+            if had_config:
+                config.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            is_there = False
+        except OSError:  # A network file system does not answer for a while.
+            return
+        if not is_there:
+            raise GoneError(
+                f"--workdir={workdir} was deleted, renamed or replaced while its run went on. One that was renamed "
+                "resumes under its new name"
+            )
+
+    try:
+        yield check
     finally:
         os.close(descriptor)
 

@@ -1,6 +1,7 @@
 """A preempted run finishes its step, saves it and exits; resumed, it equals an uninterrupted one."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -44,7 +45,7 @@ preemption.CLEANUP_SECS = 0.1
 if {hangs}:
     threading.Thread(target=time.sleep, args=(600,)).start()
 stop = StopRequest(grace_secs={grace_secs})
-stop.listen(signal.SIGTERM)
+stop.listen(signal.SIGTERM, signal.SIGHUP)
 print("listens", flush=True)
 while not (stop.received() and {stops}):
     time.sleep(0.01)
@@ -90,6 +91,65 @@ def test_a_second_signal_ends_the_process_at_once_with_the_code_of_preemption(li
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=WAIT_SECS)
     assert process.returncode == PREEMPTED == 75 and "stopped" not in output
+
+
+def test_a_terminal_that_closes_is_one_request_however_many_signals_it_sends(listens):
+    process = listens(stops=False)
+    for _ in range(3):
+        process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "SIGHUP: stopping after this step, or in 600 s\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == PREEMPTED
+
+
+def test_the_grace_period_holds_after_sighup_too(listens):
+    process = listens(stops=False, grace_secs=0.1)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == PREEMPTED
+
+
+def test_a_process_under_nohup_goes_on(listens):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = listens()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+
+
+WRITES = """
+import signal, sys, time
+from jaxrl_async.runtime.preemption import StopRequest, outputs_may_close
+
+with outputs_may_close():
+    stop = StopRequest(grace_secs=60.0)
+    stop.listen(signal.SIGTERM, signal.SIGHUP)
+    print("writes", flush=True)
+    while not stop.received():
+        time.sleep(0.01)
+    print("a line that nobody reads", flush=True)
+    print("nor this one", file=sys.stderr, flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])
+def test_an_output_that_is_closed_is_a_request_and_no_error(opened):
+    reader, writer = opened()
+    command = [sys.executable, "-c", WRITES]
+    with subprocess.Popen(command, stdout=writer, stderr=writer) as process:
+        os.close(writer)
+        assert os.read(reader, 6) == b"writes"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        os.close(reader)
+        assert process.wait(WAIT_SECS) == PREEMPTED
 
 
 def test_the_grace_period_ends_the_process_with_the_code_of_preemption(listens):

@@ -4,6 +4,7 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -12,6 +13,7 @@ import pytest
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Supervisor
 from jaxrl_async.runtime import status, supervisor
+from jaxrl_async.runtime.workdir import GoneError
 
 WAIT_SECS = 20.0
 
@@ -264,6 +266,7 @@ def test_a_learner_that_failed_ends_the_run(start, restarts):
         (KeyboardInterrupt(), "left"),
         (SystemExit(75), "left"),
         (ValueError(), "failed"),
+        (GoneError(), None),
     ],
 )
 def test_the_end_of_a_run_is_written_when_no_role_is_left(outcome, end, tmp_path, monkeypatch):
@@ -280,9 +283,20 @@ def test_the_end_of_a_run_is_written_when_no_role_is_left(outcome, end, tmp_path
     monkeypatch.setattr(supervisor, "_start", lambda *_, **__: None)
     monkeypatch.setattr(supervisor, "_watch", watch)
     monkeypatch.setattr(supervisor, "stop", stop)
-    with contextlib.suppress(KeyboardInterrupt, SystemExit, ValueError):
+    with contextlib.suppress(KeyboardInterrupt, SystemExit, ValueError, GoneError):
         assert supervisor.run(settings, workdir=tmp_path, resume=False) == outcome
     assert status.end_of(tmp_path) == end
+
+
+def test_a_run_whose_workdir_is_renamed_ends_at_once(start, tmp_path):
+    settings = settings_of(load_config("configs/quickstart.py:smoke"))
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    threading.Timer(0.3, workdir.rename, [tmp_path / "other"]).start()
+    roles = [start("import time; time.sleep(60)", "learner")]
+    with pytest.raises(GoneError, match="run was deleted, renamed"):
+        supervisor._watch(roles, 1, settings, workdir, "127.0.0.1:1", start, None, lambda: False)
+    assert roles[0].process.poll() is None
 
 
 def test_a_free_port_is_not_of_the_range_of_connections_and_not_taken(monkeypatch):

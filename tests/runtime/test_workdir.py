@@ -3,6 +3,7 @@
 import json
 import pathlib
 import re
+import shutil
 
 import pytest
 
@@ -225,3 +226,27 @@ def test_without_a_workdir_the_config_is_needed(capsys):
 
 def test_the_command_that_goes_on_is_quoted(workdir):
     assert workdirs.resume_command(workdir).endswith(f"train --resume '--workdir={workdir}'")
+
+
+def test_a_directory_that_is_deleted_renamed_or_replaced_meanwhile_is_named(workdir):
+    def remove(path):
+        path.rename(path.with_name("elsewhere"))
+
+    def replace(path):
+        remove(path)
+        shutil.copytree(path.with_name("elsewhere"), path)
+
+    def empty(path):
+        (path / "config.json").unlink()
+
+    for change in (remove, replace, empty, shutil.rmtree):
+        copy = workdir.with_name(change.__name__)
+        shutil.copytree(workdir, copy)
+        with workdirs.watched(copy) as check:
+            check()
+            (copy / "config.json").with_name("other").write_text("a file more")
+            check()
+            change(copy)
+            with pytest.raises(workdirs.GoneError, match=f"^--workdir={copy} was deleted, renamed"):
+                check()
+        shutil.rmtree(workdir.with_name("elsewhere"), ignore_errors=True)
