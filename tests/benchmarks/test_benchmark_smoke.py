@@ -193,6 +193,14 @@ def check_bfloat16(result, directory):
     assert largest["bfloat16"] > 10 * largest["float32"]
 
 
+def check_nonsense(result, directory):
+    """Good servers are enough, in every part: with one beside the other, and with one that answers well at last."""
+    for row in result["rows"]:
+        assert row["runs"] > 0 and row["wrong_answers"] > 0
+        bad = (row["trained"], row["ended"], row["prompts_lost"])
+        assert bad == (0, 0, 0), row["faults"]
+
+
 DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
 LONG = pytest.mark.long
 
@@ -245,6 +253,8 @@ LONG = pytest.mark.long
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         ("journal", [["--smoke"]], "journal", check_journal),
         pytest.param("wire", [["--smoke"]], "wire", check_wire, marks=LONG),
+        ("nonsense", [["--smoke"]], "nonsense", check_nonsense),
+        pytest.param("nonsense", [[]], "nonsense", check_nonsense, marks=LONG),
     ],
 )
 def test_a_benchmark_runs_in_small_and_writes_its_figures(
