@@ -4,7 +4,8 @@ The samples of a group go to one server, which computes their prompt once; a sam
 that has its prefix. The fleet chooses the first, and a lighter one in place of a crowded one. When a request is aborted
 or its server is lost, it is resumed elsewhere from prompt + tokens so far, with the tokens that are left to it and the
 same seed: an engine's random keys depend on the seed and the absolute position, so the stream continues. Tokens that
-arrived keep their log-probs and versions. Independent of texts, rewards and the queue.
+arrived keep their log-probs and versions. A token that was ruled out, and sampled all the same, is drawn again.
+Independent of texts, rewards and the queue.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from jaxrl_async.servers.port import (
     Servers,
     ServerTimeoutError,
 )
+from jaxrl_async.types import NEVER_BIAS
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -166,7 +168,7 @@ class Sampler:
         deadline = self.clock.now() + self.request_timeout_secs
         parts: list[Completion] = []
         reason, detail, failed = "", "", ""
-        retry = 0
+        retry = redraws = 0
         while retry <= self.max_retries:
             before = self.clock.now()
             address = await self._route(requests, failed)
@@ -198,14 +200,25 @@ class Sampler:
                 await self._back_off(retry, deadline)
                 retry += 1
                 continue
-            retry += 1
+            kept = _before(part, _ruled_out(sampling))
+            redraws = 0 if len(kept.tokens) or kept is part else redraws + 1
+            if redraws > _MAX_REDRAWS:
+                text = (
+                    f"{address} samples token {part.tokens[0]} for ever, which logit_bias rules out"
+                )
+                raise RolloutError("server_error", text)
+            is_cut, part = kept is not part, kept
+            retry += not is_cut
             parts.append(part)
             if len(part.versions):
                 span = (address, int(part.versions.min()), int(part.versions.max()))
                 self._sources.setdefault(requests.permit, []).append(span)
-            if part.finish_reason != "abort":
+            if is_cut:
+                sampling["sampling_seed"] = _seed_after(sampling["sampling_seed"])
+            elif part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
-            reason, detail, failed = "aborted", f"{address} aborted {rid}", address
+            else:
+                reason, detail, failed = "aborted", f"{address} aborted {rid}", address
             input_ids = input_ids + part.tokens.tolist()
             sampling["max_new_tokens"] -= len(part.tokens)
             if sampling["max_new_tokens"] == 0:
@@ -318,6 +331,31 @@ def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
+def _seed_after(seed: int) -> int:
+    """The seed of a token that is drawn again, and of those behind it."""
+    digest = hashlib.blake2b(f"{seed}/again".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def _ruled_out(sampling: Mapping[str, Any]) -> list[int]:
+    """The tokens that may not be sampled."""
+    bias = sampling.get("logit_bias") or {}
+    return [int(token) for token, value in bias.items() if value <= NEVER_BIAS]
+
+
+def _before(part: Completion, ruled_out: list[int]) -> Completion:
+    """A completion before its first token that was ruled out; itself without one.
+
+    A server, or a router before it, may ignore the bias. To draw such a token again until it is another one samples as
+    if it were ruled out.
+    """
+    found = np.flatnonzero(np.isin(part.tokens, ruled_out)) if ruled_out else ()
+    if not len(found):
+        return part
+    arrays = (part.tokens, part.logprobs, part.versions)
+    return Completion(*(array[: found[0]] for array in arrays), "abort")
+
+
 def _permit_prefix(permit: Permit) -> str:
     return f"{permit.prompt_index:012d}-{permit.attempt:04d}-"
 
@@ -333,6 +371,7 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
     return Completion(joined("tokens"), joined("logprobs"), joined("versions"), finish_reason)
 
 
+_MAX_REDRAWS = 32  # of one token
 _DRAIN_SECS = 5.0  # a server that has left has to answer
 _ABORT_TIMEOUT_SECS = 5.0
 _BACKOFF_SECS = 0.05

@@ -211,6 +211,33 @@ async def test_where_a_server_fails_several_prompts_none_of_them_is_to_blame(cli
     assert caught.value.reason == "server_error"  # The others came through.
 
 
+async def test_a_token_that_a_server_samples_though_it_is_ruled_out_is_drawn_again(client, servers):
+    """As by a router that does not pass on the bias. The tokens before it are kept, and no try is lost."""
+    first = expected_tokens()
+    sampler = make_sampler(client, make_fleet(servers), max_retries=0)
+    generate = sampler.bind(PERMIT, 0)
+    bias = {str(first[2]): -100.0, str(first[0]): -5.0}
+    completion = await generate(PROMPT.tokens, logit_bias=bias)
+    first_call, *others = servers[0].payloads("/generate")
+    assert servers[1].calls == [] and others
+    tokens = completion.tokens.tolist()
+    assert tokens[:2] == first[:2] and len(tokens) == 5 and first[2] not in tokens
+    assert completion.logprobs.tolist() == pytest.approx([logprob(id) for id in tokens])
+    assert others[0]["input_ids"] == [*PROMPT.tokens.tolist(), *first[:2]]
+    assert others[0]["sampling_params"]["max_new_tokens"] == 3
+    seeds = [call["sampling_params"]["sampling_seed"] for call in (first_call, *others)]
+    assert len(set(seeds)) == len(seeds)
+    again = await sampler.bind(PERMIT, 0)(PROMPT.tokens, logit_bias=bias)
+    assert again.tokens.tolist() == tokens
+
+
+async def test_a_server_that_samples_nothing_else_than_what_is_ruled_out_fails(client, servers):
+    servers[0].policy = lambda prompt: [9, 9]
+    sampler = make_sampler(client, make_fleet(servers[:1]))
+    with pytest.raises(RolloutError, match="token 9 for ever, which logit_bias rules out"):
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens, logit_bias={"9": -100.0})
+
+
 async def test_retries_end(client, servers):
     servers[0].fail["/generate"] = (503, "overloaded")
     fleet = make_fleet(servers[:1], suspect_secs=0.0)
