@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of a group's message for each token: 13 of its arrays, and what it has beside them.
+TOKEN_BYTES = 16
+
 
 def keys_of(settings: Settings) -> dict[str, Any]:
     """The servers' keys from the environment, {"api_key": …, "admin_api_key": …}; None where none is named.
@@ -334,7 +337,14 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
         right=getattr(task, "right", RIGHT),
         deciding=weighted.deciding(settings.task.rewards),
         temperature=settings.rollout.temperature,
+        max_sample_tokens=message_bytes_of(settings) // (TOKEN_BYTES * settings.rollout.group_size),
     )
+
+
+def message_bytes_of(settings: Settings) -> int:
+    """Bound on a message to the queue: queue.max_message_bytes, or more where a group of whole rows is larger."""
+    num_tokens = settings.rollout.group_size * settings.learner.row_tokens
+    return max(settings.queue.max_message_bytes, TOKEN_BYTES * num_tokens)
 
 
 def never_token_ids(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:

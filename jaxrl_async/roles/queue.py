@@ -6,7 +6,7 @@ import pathlib
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.parts import tokenizer_of, vocab_size_of
+from jaxrl_async.parts import message_bytes_of, tokenizer_of, vocab_size_of
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import Journal
@@ -25,7 +25,7 @@ async def serve(settings: Settings, queue: service.QueueService) -> None:
     await service.serve(
         wanted.address,
         queue,
-        max_message_bytes=wanted.max_message_bytes,
+        max_message_bytes=message_bytes_of(settings),
         on_bound=lambda address: log.info("queue at %s", address),
         token=queue_access_of(settings)["token"],
         tls_cert=wanted.tls_cert,

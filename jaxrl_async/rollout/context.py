@@ -7,6 +7,7 @@ or an engine in this process.
 import copy
 import functools
 import hashlib
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -58,6 +59,7 @@ class Context:
         encode_chat: Callable[..., list[int]] | None = None,
         temperature: float = 1.0,
         is_trained: bool = True,
+        max_sample_tokens: float = math.inf,
     ):
         """Samples nothing yet.
 
@@ -73,9 +75,11 @@ class Context:
           encode_chat: messages, and `tools` by keyword → token ids up to the answer; None without a chat template.
           temperature: the run's.
           is_trained: whether the sample is trained: no call may sample it otherwise than the run does.
+          max_sample_tokens: bound on all rows of an agent's session, so that its group fits in a message.
         """
         self._make_rng = make_rng
         self.temperature, self.is_trained = temperature, is_trained
+        self.max_sample_tokens = max_sample_tokens
         self._encode_chat = encode_chat
         self._encode_reply = encode_reply
         self._generate = generate

@@ -1,6 +1,7 @@
 """The one path from a prompt to a judged trajectory, in training and in every evaluation."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class Runner:
     right: float = RIGHT  # the least reward of a right answer, in evaluations
     deciding: tuple[str, ...] = ()  # components that say so in the reward's place
     temperature: float = 1.0  # of the run
+    max_sample_tokens: float = math.inf  # of all rows of an agent's session
 
     @property
     def bias(self) -> dict[str, Any]:
@@ -93,6 +95,7 @@ class Runner:
             encode_chat=self.encode_chat,
             temperature=self.temperature,
             is_trained=is_trained,
+            max_sample_tokens=self.max_sample_tokens,
         )
         return await self.function(prompt, context)
 

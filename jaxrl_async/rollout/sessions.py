@@ -200,7 +200,24 @@ class Session:
                 f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
             )
             raise RefusedError(text, code=CUT)
+        self._check_tokens(call, row, tokens)
         return row, builder, read
+
+    def _check_tokens(self, call: Call, row: "_Row | None", tokens: Sequence[int]) -> None:
+        """Ends a session whose rows could have more tokens with a call than its group's message has room for."""
+        others = [other for other in self._all if other is not row]
+        if self.agent_rows != "all":  # The rows of the last call alone are sent.
+            others = []
+        most = len(tokens) + self.context.tokens_left(tokens)
+        total = sum(other.max_tokens for other in others) + call.n * most
+        # A single row always fits.
+        if len(others) + call.n > 1 and total > self.context.max_sample_tokens:
+            self.is_cut = True
+            text = (
+                f"the rows of a session have at most {self.context.max_sample_tokens} tokens together, an equal part "
+                f"of a group's message, and could have {total} with this call: raise queue.max_message_bytes"
+            )
+            raise RefusedError(text, param="messages", code=CUT)
 
     async def _extend(
         self, call: Call, row: "_Row | None", builder: TrajectoryBuilder, read: Sequence[int]
@@ -224,6 +241,7 @@ class Session:
                 tools=call.tools,
                 sampling=continued.sampling if continued else self._new_sampling(),
                 num_turns=before + 1,
+                max_tokens=len(builder.tokens) + self.context.tokens_left(builder.tokens),
             )
             rows.append(one)
             if continued:
@@ -266,7 +284,7 @@ class Session:
                 break
         message, has_calls = chat.message_of(answer.text, call.tools)
         row.keys = [chat.key_of(m) for m in (*call.messages, chat.read_message(message))]
-        row.stop = answer.stop
+        row.stop, row.max_tokens = answer.stop, len(row.builder.tokens)
         reason = "tool_calls" if has_calls else answer.finish_reason
         return Choice(message, reason, np.array(answer.tokens), np.array(answer.logprobs))
 
@@ -363,6 +381,7 @@ class _Row:
     tools: Sequence[Mapping[str, Any]]
     sampling: dict[str, Any]  # of its own, beside the run's
     num_turns: int
+    max_tokens: int  # that it may have once its call is answered
     # of the messages of its last call, and of the answer
     keys: list[tuple] = dataclasses.field(default_factory=list)
     stop: int | None = None  # the stop token that ended the answer

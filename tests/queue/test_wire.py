@@ -12,6 +12,8 @@ from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async import parts
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.records import (
@@ -338,3 +340,23 @@ def test_modules_import_without_the_libraries_that_they_do_not_use(modules, abse
     code = f"import sys, {imports}; print(sorted({absent} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("max_message_bytes", "row_tokens"), [(1, 64), (400_000, 64)])
+def test_a_group_of_as_many_tokens_as_its_samples_may_have_fits_in_a_message(
+    max_message_bytes, row_tokens
+):
+    """Of whole rows always; of sessions of many rows as far as they may grow."""
+    changes = {"queue": {"max_message_bytes": max_message_bytes}}
+    changes |= {"learner": {"row_tokens": row_tokens}, "rollout": {"group_size": 4}}
+    values = {
+        name: dataclasses.replace(getattr(Settings(), name), **new) for name, new in changes.items()
+    }
+    bounded = dataclasses.replace(Settings(), **values)
+    most = parts.message_bytes_of(bounded)
+    num_rows = most // (parts.TOKEN_BYTES * 4) // row_tokens
+    assert num_rows == (1 if max_message_bytes == 1 else 97)
+    row = trajectory(completion=range(3, 3 + row_tokens - 2))
+    sample = dataclasses.replace(row, components={"rows": 1.0})
+    whole = Group.of_samples(2**31, 9, [[sample, *[row] * (num_rows - 1)]] * 4)
+    assert len(wire.encode_group(whole).SerializeToString()) <= most

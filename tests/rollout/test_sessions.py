@@ -1,6 +1,7 @@
 """The endpoint of agents: rows that are exactly what was sampled, refusals, failures, and clients that misbehave."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 
@@ -384,6 +385,28 @@ async def test_a_session_has_so_many_rows_and_no_more(qwen, monkeypatch):
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert f"at most 3 rows, and would have {num_rows}" in answer["error"]["message"]
     assert [row.finish_reason for row in found.trajectories] == ["length"] * 3
+
+
+async def test_the_rows_of_a_session_have_so_many_tokens_together_and_no_more(qwen):
+    """A call may leave a row of more than 400 tokens, the bound: alone it is taken, and beside another it is not."""
+    refused = []
+
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED, max_tokens=20)
+        refused.append(await post(base_url, ASKED))
+        refused.append(await post(base_url, ASKED, n=2))
+        await ask(base_url, [*ASKED, message, *ASKED])  # Alone, it fits.
+
+    runner = runner_of(agent, qwen, agent_rows="all")
+    runner = dataclasses.replace(runner, max_sample_tokens=400)
+    found = await runner.run(PROMPT, Policy(qwen, "12", "13"), rng)
+    await runner.close()
+    for status, answer in refused:
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "at most 400 tokens together" in answer["error"]["message"]
+        assert "raise queue.max_message_bytes" in answer["error"]["message"]
+    (row,) = found.trajectories
+    assert row.finish_reason == "length" and row.components["turns"] == 2
 
 
 async def test_a_failure_after_several_rows_is_no_sample(qwen):
