@@ -123,8 +123,9 @@ def _centred(rewards, *, min_group_size):
         )
     rounded = rewards.astype(np.float32)
     shifted = rounded - rounded[:, :1]
-    if not isinstance(rewards, jax.Array):
-        shifted = _kept(shifted, rewards.astype(np.float64) - rewards[:, :1])
+    if isinstance(shifted, np.ndarray):
+        exact = np.asarray(rewards, np.float64)
+        shifted = _kept(shifted, exact - exact[:, :1])
     return shifted - shifted.mean(axis=1, keepdims=True)
 
 

@@ -55,7 +55,7 @@ def _check(examples: Iterable) -> None:
         last_number("", example.answer)
 
 
-last_number.check = _check
+last_number.check = _check  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def final_number(text: str) -> Fraction | None:

@@ -204,13 +204,13 @@ class RewardPool:
 
     def _lose(self, calls: "collections.deque[_Call]", outcome: RewardError) -> None:
         """Ends the first call, which cost its process; or leaves it there, to be made once more."""
-        call, worth = calls[0], self._times_out_as
-        if isinstance(outcome, RewardTimeoutError) and worth is not None:
-            if not call.timed_out:
-                call.timed_out = True
-                return
-            outcome = Judgement(worth, {TIMED_OUT: 1.0})
-        calls.popleft().end(outcome)
+        worth = self._times_out_as
+        if not isinstance(outcome, RewardTimeoutError) or worth is None:
+            calls.popleft().end(outcome)
+        elif calls[0].timed_out:
+            calls.popleft().end(Judgement(worth, {TIMED_OUT: 1.0}))
+        else:
+            calls[0].timed_out = True
 
     async def _read(self, process: child.Process, received: bytearray) -> list[bytearray]:
         """The lines that the process has written, at least that of the call which it runs; keeps the rest in received.
