@@ -49,8 +49,8 @@ def make(num_blocks=2, config=CONFIG, mesh_shape=(1, 1, 1), **changes):
     learner = dataclasses.replace(ADAM, blocks=num_blocks, **changes)
     mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
     settings = {field.name: getattr(learner, field.name) for field in dataclasses.fields(learner)}
-    optimizer = make_optimizer(learner)
-    return mesh, make_train_step(config, mesh, A3PO, optimizer=optimizer, **settings)
+    settings["optimizer"] = make_optimizer(learner)
+    return mesh, make_train_step(config, mesh, A3PO, **settings)
 
 
 @dataclasses.dataclass(frozen=True)
