@@ -11,11 +11,13 @@ import pathlib
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 MAX_KEY_CHARS = 1024
 MAX_PATH_CHARS = 4096
 MAX_HEADER_BYTES = 8192  # of all metadata of a gRPC call, of a line or a header of HTTP
+WANTS_JSON = "a call to this route needs Content-Type: application/json"
+_PAGES_TYPES = ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded")
 _PROBE_SECS = 1.0
 _KEY = re.compile(r"[!-~]+")  # characters that a header carries without encoding
 
@@ -26,6 +28,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def may_be_a_page_s(method: str, headers: Mapping[str, str]) -> bool:
+    """Whether a page of another site may have made a browser send a call: such POSTs it sends without asking first."""
+    said = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return method == "POST" and (said in _PAGES_TYPES if said else "Origin" in headers)
 
 
 def check_listener(what: str, address: str, key: str | None, setting: str) -> None:

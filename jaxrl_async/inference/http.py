@@ -28,7 +28,7 @@ from jaxrl_async.inference.engine import (
     UnavailableError,
 )
 from jaxrl_async.intake import routes as intake_routes
-from jaxrl_async.intake.receiver import Receiver, read_body
+from jaxrl_async.intake.receiver import Receiver
 from jaxrl_async.servers.batches import STREAMS_HEADER
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
@@ -106,7 +106,7 @@ async def _answer_errors(request, handler):
 
 
 def _key_check(api_key, admin_api_key):
-    """SGLang's rule: with an admin key, the control routes accept no other."""
+    """SGLang's rule: with an admin key, the control routes accept no other. And none is a web page's to call."""
 
     @web.middleware
     async def check(request, handler):
@@ -117,6 +117,8 @@ def _key_check(api_key, admin_api_key):
             if not security.is_bearer(request.headers.get("Authorization", ""), wanted):
                 which = "api" if information or not admin_api_key else "admin api"
                 return _error(401, f"{request.path} needs the {which} key of this server")
+        if not information and security.may_be_a_page_s(request.method, request.headers):
+            return _error(415, f"{request.path}: {security.WANTS_JSON}")
         return await handler(request)
 
     return check
@@ -163,7 +165,7 @@ class _Routes:
     async def generate(self, http_request):
         start = time.monotonic()
         keys = _GENERATE_KEYS | ({"text"} if self._texts else set())
-        body = read_body(await http_request.read())
+        body = await intake_routes.body_of(http_request)
         body = fields.asked("the body", body, keys)
         if "text" in body:
             body = self._encoded(body)
@@ -273,7 +275,7 @@ class _Routes:
         return rest | {"input_ids": ids, "sampling_params": params}
 
     async def openai(self, http_request):
-        call = self._texts.call(http_request.path, read_body(await http_request.read()))
+        call = self._texts.call(http_request.path, await intake_routes.body_of(http_request))
         if call.stream:
             return await self._stream_texts(http_request, call)
         done = await self._complete(call.requests)
@@ -445,7 +447,7 @@ class _Routes:
 
 async def _read(http_request, keys):
     """The body as a JSON object with no other keys than these; an empty body is {}."""
-    body = read_body(await http_request.read())
+    body = await intake_routes.body_of(http_request)
     fields.check_keys("the body", body, keys)
     return body
 

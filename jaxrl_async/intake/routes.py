@@ -29,7 +29,10 @@ def routes(
         sha256 = request.headers.get(protocol.SHA256_HEADER)
         chunks = request.content.iter_any()
         names = request.match_info["version"], request.match_info["file"]
-        return answered(await receiver.receive(*names, request.content_length, sha256, chunks))
+        try:
+            return answered(await receiver.receive(*names, request.content_length, sha256, chunks))
+        except web.RequestPayloadError as error:
+            return answered(refused(_unreadable(error)))
 
     async def hand_on(request: web.Request) -> web.StreamResponse:
         reading = await receiver.hand_on(request.match_info["version"], request.match_info["file"])
@@ -64,12 +67,24 @@ def asking(call: Callable[..., Awaitable[Answer]], *headers: str) -> Handler:
 
     async def handler(request: web.Request) -> web.Response:
         try:
-            body = read_body(await request.read())
+            body = await body_of(request)
         except RequestError as error:
             return answered(refused(error))
         return answered(await call(body, *map(request.headers.get, headers)))
 
     return handler
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request's body, as of `read_body`; raises RequestError for bytes that cannot be read."""
+    try:
+        return read_body(await request.read())
+    except web.RequestPayloadError as error:
+        raise RequestError(_unreadable(error)) from None
+
+
+def _unreadable(error: Exception) -> str:
+    return f"the body cannot be read: {' '.join(str(error).split())}"
 
 
 def answered(answer: Answer) -> web.Response:

@@ -488,6 +488,8 @@ async def _body(request: web.Request) -> Any:
     except web.HTTPRequestEntityTooLarge:
         text = f"the body must have at most {MAX_BODY_BYTES} bytes, got {request.content_length}"
         raise RefusedError(text, status=413) from None
+    except web.RequestPayloadError as error:
+        raise RefusedError(f"the body cannot be read: {' '.join(str(error).split())}") from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

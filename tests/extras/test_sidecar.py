@@ -350,6 +350,14 @@ async def test_before_vllm_it_asks_for_its_key_where_vllm_asks_for_none(write):
                 assert len((await answer.json())["choices"][0]["token_ids"]) == 2
 
 
+async def test_a_web_page_pauses_no_server_through_it(make_server):
+    server = make_server()
+    async with sidecars(server) as (address,), aiohttp.ClientSession() as session:
+        async with session.post(f"{address}/pause_generation", data="{}") as answer:  # text/plain
+            assert answer.status == 415 and "application/json" in await answer.text()
+        assert not server.paused
+
+
 async def test_a_pause_of_vllm_ends_with_its_lease():
     async with (
         fake_vllm.serving() as server,

@@ -12,6 +12,7 @@ import socket
 import urllib.error
 import urllib.request
 
+import aiohttp
 import pytest
 from fixtures.security import ADMIN_KEY, API_KEY, LONG, ROOT, fuzz, in_a_thread, post, tls_of
 from fixtures.served_engine import CONFIG, upload, write_weights
@@ -228,6 +229,50 @@ async def test_strings_over_http_are_bounded(client, route, body, message):
     )
     assert status == 400
     assert message in answer["error"]["message"] and len(answer["error"]["message"]) < 400
+
+
+PAGE = {"Origin": "http://elsewhere.example"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (PAGE, 415),
+        ({"Content-Type": "text/plain"} | PAGE, 415),
+        ({"Content-Type": "text/plain;charset=UTF-8"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=a"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"} | PAGE, 200),
+        ({"Content-Type": "application/octet-stream"}, 200),
+        ({}, 200),
+    ],
+)
+async def test_a_web_page_pauses_no_server(client, headers, status):
+    """A browser sends such calls of any page without asking; for JSON it asks, and gets no leave."""
+    body = None if headers in ({}, PAGE) else b"{}"
+    async with aiohttp.ClientSession(skip_auto_headers=["Content-Type"]) as session:
+        for route in ("/continue_generation", "/abort_request", "/flush_cache"):
+            url = f"http://127.0.0.1:{client.port}{route}"
+            async with session.post(url, data=body, headers=headers) as answer:
+                assert (answer.status == 415) == (status == 415)
+                assert answer.status != 415 or "application/json" in await answer.text()
+        async with session.options(
+            f"http://127.0.0.1:{client.port}/pause_generation", headers=PAGE
+        ) as answer:
+            assert answer.status == 405 and "Access-Control-Allow-Origin" not in answer.headers
+
+
+@pytest.mark.parametrize("route", ["/generate", "/continue_generation", "/weights/prepare"])
+async def test_a_body_that_is_not_what_its_encoding_says_is_refused(client, route):
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(
+            f"http://127.0.0.1:{client.port}{route}", data=b"{}", headers=headers
+        ) as answer:
+            assert answer.status == 400 and "the body cannot be read" in await answer.text()
+        file = f"http://127.0.0.1:{client.port}/weights/7/model.safetensors"
+        async with session.put(file, data=b"{}", headers=headers) as answer:
+            assert answer.status == 400 and "the body cannot be read" in await answer.text()
 
 
 async def test_nesting_without_end_is_no_json(client):

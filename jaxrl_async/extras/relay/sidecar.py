@@ -115,6 +115,9 @@ class Sidecar:
             ):
                 reason = f"{request.path} needs the admin api key of this sidecar"
                 return routes.answered(refused(reason, 401))
+        is_control = not self._there(request).path.startswith(("/v1/", "/inference/", "/generate"))
+        if is_control and security.may_be_a_page_s(request.method, request.headers):
+            return routes.answered(refused(f"{request.path}: {security.WANTS_JSON}", 415))
         return await handler(request)
 
     async def _serves_vllm(self) -> bool:

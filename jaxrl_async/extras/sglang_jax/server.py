@@ -77,11 +77,14 @@ def is_allowed(
     """
     if path.startswith(("/health", "/metrics")):
         return True
-    is_admin = path in _ADMIN_PATHS or path.startswith("/weights/")
-    key = (admin_api_key or api_key) if is_admin else api_key
+    key = (admin_api_key or api_key) if _is_control(path) else api_key
     if not key:
         return True
     return security.is_bearer(authorization, key)
+
+
+def _is_control(path: str) -> bool:
+    return path in _ADMIN_PATHS or path.startswith("/weights/")
 
 
 class _KeyCheck:
@@ -97,6 +100,11 @@ class _KeyCheck:
             given = headers.get(b"authorization", b"").decode("latin-1")
             if not is_allowed(scope["path"], given, **self._keys):
                 return await _json(401, {"error": "Unauthorized"})(scope, receive, send)
+            said = {
+                name.decode("latin-1").title(): v.decode("latin-1") for name, v in headers.items()
+            }
+            if _is_control(scope["path"]) and security.may_be_a_page_s(scope["method"], said):
+                return await _json(*refused(security.WANTS_JSON, 415))(scope, receive, send)
         await self._app(scope, receive, send)
 
 
