@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import os
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_async import parts
 from jaxrl_async.config.checks import queue_access_of
@@ -37,13 +39,14 @@ from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.calls import CALL_TIMEOUT_SECS, CONNECT_TIMEOUT_SECS, BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
-from jaxrl_async.runtime import preemption
+from jaxrl_async.runtime import disk, preemption
 from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.runtime.workdir import watched
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
+from jaxrl_async.versions.memory import MemoryStore
 from jaxrl_async.versions.store import WeightStore
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
@@ -213,8 +216,8 @@ def _train(
     reference = None
     if settings.loss.needs_reference:  # Of version 0, for a KL penalty.
         reference = checkpoints.restore(0, train_step.abstract_state())[0].params
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     if process == 0:
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         _log_plan(num_bytes, None, settings.checkpoint.grace_secs)
 
     with contextlib.ExitStack() as stack:
@@ -267,7 +270,20 @@ def _train(
         else:
             forked = bool(damaged)
             versions.resume(version, state, queue.status(), resume_point, forked=forked)
-        agreement = Agreement(stop_requested, **part, timeout_secs=learner.lease_timeout_secs)
+        # Versions in memory take no room.
+        version_bytes = (
+            0 if isinstance(store, MemoryStore) else _version_bytes(state, weights.dtype)
+        )
+        room = disk.Room(settings, workdir, num_bytes, version_bytes)
+        is_low = disk.Watch(room)
+        if process == 0:
+            text, fits = room.plan(version)
+            log.log(logging.INFO if fits else logging.WARNING, "%s", text)
+        agreement = Agreement(
+            lambda: stop_requested() or (process == 0 and is_low()),
+            **part,
+            timeout_secs=learner.lease_timeout_secs,
+        )
         with timers("wait_push"):
             versions.wait(lambda: agreement.should_stop(version + 1, False))
 
@@ -300,7 +316,10 @@ def _train(
             keep_samples=kept.write,
         )
         saves.check(wait=True)
-        return checkpoints.latest() >= learner.num_steps  # The last step is always saved.
+        done = checkpoints.latest() >= learner.num_steps  # The last step is always saved.
+        if is_low.is_low and not done:
+            raise OSError(errno.ENOSPC, room.error())
+        return done
 
 
 class Saves:
@@ -342,6 +361,10 @@ class Saves:
         if self._says:
             _log_plan(written.num_bytes, written.num_bytes / written.secs, self._grace_secs)
             self._says = False
+
+
+def _version_bytes(state: TrainState, dtype: str) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(state.params)) * jnp.dtype(dtype).itemsize
 
 
 def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) -> None:

@@ -25,9 +25,9 @@ from jaxrl_async.config.checks import in_the_clear, queue_access_of, refusal_of_
 from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import NewSteps, last_metrics
 from jaxrl_async.queue.calls import Glance
-from jaxrl_async.queue.journal import BYTES_PER_TOKEN
 from jaxrl_async.records import QueueStatus
-from jaxrl_async.runtime import status
+from jaxrl_async.runtime import disk, status
+from jaxrl_async.runtime.disk import size
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
 from jaxrl_async.runtime.workdir import GoneError, checkpoint_steps, watched
@@ -310,20 +310,13 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
 
 def _journal(settings: Settings, workdir: pathlib.Path) -> str:
     """The groups that the journal keeps, and their size."""
-    learner, rollout, journal = settings.learner, settings.rollout, settings.journal
-    tokens = min(rollout.max_prompt_tokens + rollout.max_new_tokens, learner.row_tokens)
-    step = _size(learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN)
-    bound = f" up to {_size(journal.max_bytes)}" if journal.max_bytes else ""
+    journal, step = settings.journal, size(disk.step_bytes(settings))
+    bound = f" up to {size(journal.max_bytes)}" if journal.max_bytes else ""
     free = ""
     with contextlib.suppress(OSError):
         path = pathlib.Path(journal.path or workdir / "journal.sqlite")
-        free = f", {_size(shutil.disk_usage(path.parent).free)} are free"
+        free = f", {size(shutil.disk_usage(path.parent).free)} are free"
     return f"keeps {journal.keep}{bound}: at most {step} a step{free}"
-
-
-def _size(num_bytes: int) -> str:
-    power = min(3, max(0, len(str(num_bytes)) - 1) // 3)
-    return f"{num_bytes / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB')[power]}"
 
 
 def _kind(server) -> str:
@@ -527,10 +520,13 @@ def _progress(
     on_step: Callable[[int], None] | None,
 ) -> Iterator[None]:
     """Shows the last step's metrics and who waits, at every `next`."""
-    new_steps = NewSteps(workdir)
+    new_steps, start, told = NewSteps(workdir), log.stat().st_size, False
     while True:
         found = glance() if sys.stderr.isatty() or not shown.is_warm else None
         shown.show(last_metrics(workdir), found, last_lines(log, 1))
+        if not (told or shown.is_warm) and (said := disk.said(log, start)):
+            told = True
+            tqdm.tqdm.write(said, file=sys.stderr)
         for step in new_steps() if on_step else ():
             on_step(step)
         yield
