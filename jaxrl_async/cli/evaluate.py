@@ -70,6 +70,9 @@ def main(argv: list[str]) -> int:
     text = json.dumps([sealed.sealed(row) for row in rows], indent=2)
     (workdir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     last = max(row["step"] for row in rows)
+    chosen = (
+        f"best on the {'validation' if settings.evaluate.num_validation > 0 else 'test'} prompts"
+    )
     for prefix, names in score_names(rows[0]).items():
         print(f"{prefix.removesuffix('/') or 'test split'}: {coverage_of(rows[0], prefix)}")
         columns = (f"{name.removeprefix(prefix):>{CELL}}" for name in names)
@@ -77,7 +80,7 @@ def main(argv: list[str]) -> int:
         for row in rows:
             cells = [f"{row['step']:>10}", *(f"{score_text(row, name):>{CELL}}" for name in names)]
             is_best = row["step"] == best and best != last and not prefix
-            print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
+            print("  ".join([*cells, *([chosen] if is_best else [])]))
     return 0
 
 

@@ -683,10 +683,13 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
     assert line.endswith("No module named 'no_such_module'; is its directory on PYTHONPATH?")
 
 
+@pytest.mark.parametrize(("num", "split", "left"), [(128, "validation", 384), (-1, "test", 512)])
 def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
-    tmp_path, capsys, monkeypatch
+    num, split, left, tmp_path, capsys, monkeypatch
 ):
-    (tmp_path / "config.json").write_text(config_lib.load_config(str(QUICKSTART)).to_json())
+    config = config_lib.load_config(str(QUICKSTART))
+    config.evaluate.num_validation = num
+    (tmp_path / "config.json").write_text(config.to_json())
     (tmp_path / "best.json").write_text(json.dumps({"version": 40, "greedy": 0.5}))
     for step in (0, 40, 100):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
@@ -695,12 +698,14 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     monkeypatch.setattr("jaxrl_async.tools.evaluate.evaluate", lambda *_: rows)
     assert main.main(["evaluate", f"--workdir={tmp_path}"]) == 0
     said = capsys.readouterr()
-    assert said.err == "scoring 0, 40, last on the test split: 384 of 384 prompts\n"
+    assert said.err == f"scoring 0, 40, last on the test split: {left} of {left} prompts\n"
     first, *lines = said.out.splitlines()
     assert first == "test split: 8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens"
     assert lines[0].split() == lines[5].split() == ["step", "greedy"]
     assert lines[4] == "few: " and lines[6].split() == ["0", "0.250"]
-    assert [line.split()[0] for line in said.out.splitlines() if "best" in line] == ["40"]
+    assert [
+        line.split()[0] for line in said.out.splitlines() if f"on the {split} prompts" in line
+    ] == ["40"]
 
 
 @pytest.mark.parametrize(
