@@ -139,7 +139,7 @@ def test_the_reference_of_the_api_is_that_of_the_docstrings():
 
 
 def test_the_example_of_a_config_is_one():
-    (source,) = blocks(ROOT / "docs" / "command_line.md", "python")
+    *_, source = blocks(ROOT / "docs" / "command_line.md", "python")
     found = {}
     exec(source, found)
     settings = settings_of(found["get_config"]("smoke,seed=3"))
