@@ -11,6 +11,8 @@ from fixtures.models import TINY
 from fixtures.small_learner import host_params, make_train_step, params_on
 
 from jaxrl_async.config import settings
+from jaxrl_async.config.build import base_config
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner.checkpoint import Checkpoints
@@ -22,6 +24,7 @@ from jaxrl_async.learner.optimizer import (
 )
 from jaxrl_async.learner.statistics import LAG_BUCKETS
 from jaxrl_async.models import sharding
+from jaxrl_async.runtime import workdir
 
 ADAM = Learner(learning_rate=0.1, adam_b2=0.99)
 
@@ -162,3 +165,14 @@ def test_what_bfloat16_holds_is_not_rounded():
     exact = x.astype(jnp.bfloat16).astype(jnp.float32)
     rounded = stochastic_round(exact, jax.random.key(1))
     np.testing.assert_array_equal(rounded.astype(jnp.float32), exact)
+
+
+def test_a_resumed_run_keeps_its_optimizer_and_may_change_its_schedule(tmp_path):
+    config = base_config().unlock()
+    workdir.write_config(tmp_path, config)
+    config.learner.schedule = "cosine"
+    assert len(workdir.changes(tmp_path, config)) == 1
+    config.learner.optimizer = "muon"
+    message = "learner.optimizer 'adamw' → 'muon': a resumed run cannot change it, the checkpoint"
+    with pytest.raises(StartError, match=message):
+        workdir.changes(tmp_path, config)
