@@ -10,6 +10,7 @@ from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.metrics import coverage_of, score_names, score_text
 from jaxrl_async.preflight import machine
+from jaxrl_async.rewards.pool import RewardError
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     print(f"scoring {named} on {'; '.join(on)}", file=sys.stderr, flush=True)
     try:
         rows = evaluation.evaluate(settings, workdir, steps, sets)
-    except (CheckpointError, EvaluationError) as error:
+    except (CheckpointError, EvaluationError, RewardError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     text = json.dumps([sealed.sealed(row) for row in rows], indent=2)

@@ -65,6 +65,8 @@ class Evaluator:
                 "version %d is not evaluated: not done within evaluate.timeout_secs = %g",
                 *(version, self.settings.timeout_secs),
             )
+        except Exception:  # As of a process that the machine cannot start: training goes on.
+            log.exception("version %d is not evaluated", version)
         else:
             row["secs"] = time.monotonic() - start
             row["validation"] = float(self.settings.num_validation > 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_async import security
 from jaxrl_async.evaluation import scores
-from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.rewards.pool import PoolError, RewardPool
 from jaxrl_async.rollout.context import Generate, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import ServerError
@@ -70,7 +70,7 @@ async def score(
 
     Raises:
       EvaluationError, ServerError: from `generate`; no answer is judged then.
-      RewardError: the pool did not start.
+      RewardError: the pool did not start, or lost its processes.
     """
     row: dict[str, float] = {}
     for found in sets:
@@ -95,7 +95,7 @@ async def _answers(
             found = await runner.run(prompt, generate, make_rng, is_trained=False)
             runner.check(found)
             return runner.is_right(await runner.judge(found, prompt, pool))
-        except (EvaluationError, ServerError):
+        except (EvaluationError, PoolError, ServerError):
             raise
         except Exception as error:  # The rollout function's own, an invalid trajectory, a reward.
             failures.append(error)

@@ -6,6 +6,7 @@ It knows no server and no version.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -15,15 +16,16 @@ log = logging.getLogger(__name__)
 class Pauses:
     """Gives servers their turns to pause. Use within one event loop."""
 
-    def __init__(self, *, max_paused: int, turn_secs: float):
+    def __init__(self, *, max_paused: int, turn_secs: float, max_turn_secs: float = math.inf):
         """No server is paused yet.
 
         Args:
           max_paused: servers that are paused at once; 0: no bound.
           turn_secs: after which the next server's turn begins although this one has not continued: one that hangs holds
-            up no roll.
+            up no roll. Twice the longest pause that ended well, where that is longer: a slow server does not hang.
+          max_turn_secs: bound on that.
         """
-        self._turn_secs = turn_secs
+        self._turn_secs, self._max_turn_secs = turn_secs, max_turn_secs
         self._free = asyncio.Semaphore(max_paused) if max_paused else None
         self._secs = 0.0
 
@@ -37,6 +39,8 @@ class Pauses:
             start = time.monotonic()
             try:
                 yield
+                longest = min(2 * (time.monotonic() - start), self._max_turn_secs)
+                self._turn_secs = max(self._turn_secs, longest)
             finally:
                 self._secs += time.monotonic() - start
 
@@ -55,9 +59,12 @@ class Pauses:
 
         def expire() -> None:
             log.warning(
-                "a server is paused for more than %g s: the next one's turn begins", self._turn_secs
+                "a server is paused for more than %g s: the next one's turn begins beside it. Where servers are slow, "
+                "raise weights.push_timeout_secs",
+                secs,
             )
             end()
 
-        timer = asyncio.get_running_loop().call_later(self._turn_secs, expire)
+        secs = self._turn_secs
+        timer = asyncio.get_running_loop().call_later(secs, expire)
         return end

@@ -119,7 +119,11 @@ class Publisher:
             preflight=preflight,
             scored=scored,
             scores_every_push=scores_every_push,
-            pauses=Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs),
+            pauses=Pauses(
+                max_paused=max_paused,
+                turn_secs=TURN_SHARE * push_timeout_secs,
+                max_turn_secs=push_timeout_secs / 2,
+            ),
             poll_secs=poll_secs,
             push_timeout_secs=push_timeout_secs,
             active=self._active,

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import functools
 import threading
 import time
@@ -18,7 +19,7 @@ from jaxrl_async.evaluation.score import EvaluationSet
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
-from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.rewards.pool import PoolError, RewardPool
 from jaxrl_async.roles.learner import push_deadline_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
@@ -179,6 +180,32 @@ def test_a_reward_that_cannot_be_found_costs_the_evaluation_alone(servers, tmp_p
     evaluator = make(tmp_path, [text(0, 0)], reward="nowhere:nothing")
     assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
     assert "version 8 is not evaluated" in caplog.text and "nowhere" in caplog.text
+
+
+def test_a_pool_that_the_machine_cannot_start_costs_the_evaluation_alone(
+    servers, tmp_path, caplog, monkeypatch
+):
+    async def no_memory(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("jaxrl_async.rewards.child.start", no_memory)
+    assert evaluate(make(tmp_path, [text(0, 0)]), servers[0]) == {"eval/version": 8}
+    assert "version 8 is not evaluated" in caplog.text and "Cannot allocate" in caplog.text
+
+
+def test_a_pool_that_loses_its_processes_is_no_score(servers, tmp_path, caplog):
+    class Lost(RewardPool):
+        async def judge(self, *_):
+            raise PoolError("lost a process and cannot replace it")
+
+    evaluator = make(tmp_path, [text(0, 0)])
+    servers[0].version = "8"
+    evaluator.sets[0] = dataclasses.replace(
+        evaluator.sets[0],
+        pool=functools.partial(Lost, **evaluator.sets[0].pool.keywords, reward="exact"),
+    )
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "version 8 is not evaluated: lost a process" in caplog.text
 
 
 def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers, tmp_path):

@@ -9,7 +9,7 @@ from jaxrl_async.publishing import pauses as module
 from jaxrl_async.publishing.pauses import Pauses
 
 
-async def most_at_once(pauses, num_servers):
+async def most_at_once(pauses, num_servers, secs=0.0):
     now = most = 0
 
     async def one():
@@ -17,7 +17,7 @@ async def most_at_once(pauses, num_servers):
         async with pauses.turn():
             now += 1
             most = max(most, now)
-            await asyncio.sleep(0)
+            await asyncio.sleep(secs)
             now -= 1
 
     await asyncio.gather(*(one() for _ in range(num_servers)))
@@ -42,6 +42,16 @@ async def test_a_server_that_hangs_in_its_turn_holds_up_no_other():
     hangs.set()
     await hanging
     assert await most_at_once(pauses, 4) == 1  # Its turn ended once, not twice.
+
+
+@pytest.mark.parametrize(("max_turn_secs", "secs", "most"), [(60.0, 0.05, 1), (0.02, 0.4, 3)])
+async def test_servers_that_are_slow_keep_to_the_bound_once_one_pause_ended(
+    max_turn_secs, secs, most
+):
+    pauses = Pauses(max_paused=1, turn_secs=0.02, max_turn_secs=max_turn_secs)
+    async with pauses.turn():  # of the first push
+        await asyncio.sleep(0.3)
+    assert await most_at_once(pauses, 3, secs) == most
 
 
 async def test_a_turn_that_fails_is_over():
