@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import time
 import types
@@ -125,6 +126,49 @@ def test_a_program_sees_the_libraries_and_nothing_else_of_the_host(box_of_tests)
     )
     assert lines[0] == f"{devices} {environment}"
     assert "True" not in lines[1] and len(lines) == 2
+
+
+@boxed
+def test_a_program_imports_no_package_that_is_installed(box_of_tests):
+    """A task's own package would have the answers."""
+    program = """
+        import json, os, sys, sysconfig
+        for where, directories, files in os.walk("/", followlinks=False):
+            if os.path.basename(where) in ("site-packages", "dist-packages"):
+                print(where, directories + files)
+        for name in ("pip", "setuptools", "numpy", "jax", "pytest", "jaxrl_async"):
+            try:
+                print("found", __import__(name))
+            except ImportError:
+                pass
+    """
+    lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
+    own = sysconfig.get_path("stdlib") + "/site-packages"
+    assert f"{own} []" in lines and all(line.endswith("-packages []") for line in lines)
+
+
+@boxed
+def test_calls_that_pin_memory_or_mark_files_of_the_host_are_refused(box_of_tests):
+    """Pages in pipes count against no limit; a lock or a watch is seen by the next program."""
+    program = """
+        import ctypes, fcntl, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        ends, page, library = os.pipe(), ctypes.create_string_buffer(4096), os.open(os.__file__, os.O_RDONLY)
+        vector = (ctypes.c_void_p * 2)(ctypes.addressof(page), 4096)
+        calls = {
+            "vmsplice": lambda: libc.vmsplice(ends[1], vector, ctypes.c_size_t(1), 0),
+            "splice": lambda: libc.splice(library, None, ends[1], None, ctypes.c_size_t(9), 0),
+            "tee": lambda: libc.tee(ends[0], ends[1], ctypes.c_size_t(9), 2),
+            "flock": lambda: libc.flock(library, fcntl.LOCK_SH),
+            "inotify_init1": lambda: libc.inotify_init1(0),
+            "inotify_add_watch": lambda: libc.inotify_add_watch(library, b"/", 2),
+        }
+        for name, call in calls.items():
+            print(name, call(), os.strerror(ctypes.get_errno()))
+    """
+    lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
+    assert len(lines) == 6
+    assert all(line.endswith(" -1 Operation not permitted") for line in lines)
 
 
 RIGHTS = """

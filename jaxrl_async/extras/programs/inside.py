@@ -13,6 +13,7 @@ A reply has what the program wrote. It has no verdict: no expected answer is in 
 import ctypes
 import fcntl
 import gc
+import glob
 import io
 import json
 import math
@@ -69,7 +70,9 @@ _REFUSED = {
     # memory that no limit counts
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219),
+    "request_key": (249, 218), "keyctl": (250, 219), "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77),
+    # files of the host, of which another program could see a lock or a watch
+    "flock": (73, 32), "inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     # the kernel
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104),
@@ -194,6 +197,8 @@ def _enter(channel: socket.socket) -> None:
     _mount("sandbox", _OUTER_ROOT, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=256,mode=755")
     for source in _sources():
         _bind(source)
+        for packages in _packages(source):
+            _mount("sandbox", _OUTER_ROOT + packages, "tmpfs", _MS_NOSUID, "size=4k,nr_inodes=2,mode=755")
     os.mkdir(f"{_OUTER_ROOT}/tmp")
     os.chdir(_OUTER_ROOT)
     _checked("a root of its own (pivot_root)", _libc.syscall(_number(_PIVOT_ROOT), b".", b"."))
@@ -203,11 +208,25 @@ def _enter(channel: socket.socket) -> None:
 
 
 def _sources() -> list[str]:
-    """The paths of the host that a program sees: shared libraries, the standard library, four devices."""
-    paths = sysconfig.get_paths()
-    found = (*_LIBRARIES, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"])
+    """The paths of the host that a program sees: shared libraries, the standard library, four devices.
+
+    Where a distribution has a directory of shared libraries alone, it is bound, and the programs beside it are not.
+    """
+    paths, triplet = sysconfig.get_paths(), sysconfig.get_config_var("MULTIARCH") or ""
+    shared = []
+    for path in (*_LIBRARIES, f"{sys.base_prefix}/lib"):
+        is_apart = triplet and not os.path.islink(path) and os.path.isdir(f"{path}/{triplet}")
+        shared.append(f"{path}/{triplet}" if is_apart else path)
+    found = (*shared, paths["stdlib"], paths["platstdlib"])
     libraries = dict.fromkeys(path for path in found if os.path.isdir(path))
     return [*libraries, *(f"/dev/{d}" for d in _DEVICES)]
+
+
+def _packages(source: str) -> list[str]:
+    """The directories of installed packages in a source, in which a program could look answers up: they are empty."""
+    names = ("site-packages", "dist-packages")
+    found = (f"{source}/{name}" for above in ("", "python*/") for name in map(above.__add__, names))
+    return [path for pattern in found for path in glob.glob(pattern) if not os.path.islink(source)]
 
 
 def _bind(source: str) -> None:
