@@ -4,9 +4,10 @@ import logging
 import os
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping
+from typing import cast
 
 from jaxrl_async.servers.kinds.base import HttpKind
-from jaxrl_async.servers.port import Push, ServerError
+from jaxrl_async.servers.port import Pausable, Push, ServerError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion
 
@@ -20,7 +21,7 @@ class Intake(HttpKind):
         """Uploads the files of a version, without a shared file system, while the server samples."""
         verify = await self.verification(push)
         digest = await self.prepare(push, is_shared=False)
-        async with push.paused(self, verify) as name:
+        async with push.paused(cast(Pausable, self), verify) as name:
             update = protocol.Update(
                 weight_version=name,
                 weight_digest=digest,
