@@ -26,6 +26,14 @@ ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
 GSM8K = f"{ROOT}/configs/gsm8k_tiny.py:smoke"
 
+
+def jsonl(**args):
+    """The words of a train on sums.jsonl, whose second line has no answer."""
+    args = {"train": "{tmp}/sums.jsonl"} | args
+    words = ["--config.task.name=jsonl", f"--config.task.args={args}"]
+    return ["train", f"--config={QUICKSTART}", *words, "--config.evaluate.num_validation=0"]
+
+
 # (settings of a train on the quickstart, what the line must name)
 SETTINGS = [
     ("learner.learning_rate=-1.0", ("learner.learning_rate", "≥ 0", "-1")),
@@ -174,6 +182,22 @@ WORDS = [
         ],
         ("task 'fixtures", "split 'test' is empty"),
     ),
+    (jsonl(train="nowhere.jsonl", num_test=2), ("task 'jsonl'", "'nowhere.jsonl'")),
+    (jsonl(num_test=2), ("task 'jsonl'", "sums.jsonl, line 2", "column 'answer'", "None")),
+    (jsonl(num_test=2, prompt="prompts"), ("line 1", "no column 'prompts'", "'prompt'")),
+    (jsonl(), ("task 'jsonl'", "test files", "num_test")),
+    (jsonl(trian="a"), ("task 'jsonl'", "'trian'", "train: str")),
+    (
+        ["train", f"--config={QUICKSTART}", "--config.task.rewards={'exakt': 1.0}"],
+        ("unknown reward 'exakt'", "'exact'"),
+    ),
+    (
+        ["train", f"--config={QUICKSTART}", "--config.task.rewards={'exact': 0}"],
+        ("task.rewards", "not 0", "got 0 of 'exact'"),
+    ),
+    (["train", "--config=quikstart"], ("quikstart", "'quickstart'")),
+    (["sweep"], ("--sweep=FILE",)),
+    (["sweep", "--sweep=sweeps/sead"], ("no sweep at sweeps/sead", "'sweeps/seeds'")),
     (["train", "--resume", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate"], ("--workdir=DIR",)),
     (["evaluate", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
@@ -218,6 +242,8 @@ def place(tmp_path_factory):
     for step in (0, 2):
         (place / "done" / "checkpoints" / str(step)).mkdir(parents=True)
     (place / "lines.txt").write_text("1+1= 2\n2+2= 4\n3+3= 6")
+    rows = '{"prompt": "1+1=", "answer": 2}\n{"prompt": "2+2=", "answer": null}\n'
+    (place / "sums.jsonl").write_text(rows)
     config = load_config(QUICKSTART)
     (place / "done" / "config.json").write_text(config.to_json())
     config.model.path = f"{place}/short"
