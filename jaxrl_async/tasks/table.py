@@ -33,7 +33,7 @@ class Table:
       ValueError: the arguments contradict one another.
     """
 
-    train: str | Sequence[str]  # paths; one with a * stands for all files that it matches
+    train: str | Sequence[str] = ()  # paths; one with a * stands for all files that it matches
     test: str | Sequence[str] = ()
     validation: str | Sequence[str] = ()  # those that evaluate.num_validation takes questions from
     num_test: int = 0  # questions cut from train, where there are no test files
@@ -49,7 +49,7 @@ class Table:
     has_files: ClassVar[bool] = True
 
     def __post_init__(self):
-        if bool(self.test) == bool(self.num_test):
+        if bool(self.test) == bool(self.num_test) or (self.num_test and not self.train):
             raise ValueError(
                 "give test files, or num_test questions that are cut from train: got "
                 f"test = {self.test!r} and num_test = {self.num_test}"
@@ -77,8 +77,8 @@ class Table:
           OSError: a file is missing.
           ValueError: a row that cannot be an example, or no row.
         """
-        if not (split == "validation" and self.validation):
-            check_split(split)
+        if split not in self._splits:
+            raise ValueError(f"there are no files of the {check_split(split)} split")
         return [example for example, _ in self._splits[split]]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:

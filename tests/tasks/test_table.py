@@ -158,6 +158,7 @@ def test_a_row_that_cannot_be_an_example_is_named_with_its_line_column_and_value
     [
         ({}, "give test files, or num_test questions .* got test = .. and num_test = 0"),
         ({"test": "a", "num_test": 3}, "give test files, or num_test"),
+        ({"train": (), "num_test": 3}, "give test files, or num_test"),
         (
             {"num_test": 21},
             r"num_test must be in \[1, 20\], half of the 40 prompts of '.*', got 21",
@@ -171,7 +172,16 @@ def test_a_row_that_cannot_be_an_example_is_named_with_its_line_column_and_value
 )
 def test_arguments_that_fit_no_file_are_refused(train, changes, message):
     with pytest.raises(ValueError, match=message):
-        make_task("jsonl", train=train, **COLUMNS, **changes).examples("train")
+        make_task("jsonl", **{"train": train, **COLUMNS, **changes}).examples("train")
+
+
+def test_an_evaluation_set_needs_no_train_file(train):
+    task = make_task("jsonl", test=train, **COLUMNS)
+    assert len(task.examples("test")) == 40
+    with pytest.raises(ValueError, match="there are no files of the train split"):
+        task.examples("train")
+    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'dev'"):
+        task.examples("dev")
 
 
 def test_a_file_without_rows_is_named(tmp_path):
