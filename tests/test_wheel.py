@@ -57,7 +57,11 @@ def test_a_file_here_comes_before_the_package(tmp_path, monkeypatch):
     [
         (config_lib.load_config, "quikstart", "no config at quikstart, did you mean 'quickstart'"),
         (config_lib.load_config, "zzz.py", "no config at zzz.py; the package has .*quickstart, "),
-        (config_lib.load_config, "zzz/config.json", "no config at zzz/config.json; `train --resume`"),
+        (
+            config_lib.load_config,
+            "zzz/config.json",
+            "no config at zzz/config.json; `train --resume`",
+        ),
         (config_lib.load_config, "sweeps/seeds", "no config at sweeps/seeds"),
         (config_lib.load_sweep, "quickstart", "no sweep at quickstart; the package has sweeps/"),
     ],
