@@ -4,9 +4,11 @@ It reads what a server says of itself, asks for one token, and changes nothing b
 not answer yet is not refused. The questions are the kinds'; versions, pushes and the states of servers the publisher's.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 
-from jaxrl_async.servers import kinds
+from jaxrl_async.servers import answers, kinds
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.checks import Checks, wrong_key
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
@@ -54,7 +56,8 @@ async def check(
             reason = await kinds.remedy(client, address, timeout_secs=left)
             raise UnfitServerError(address, error.route, reason) from error
         raise
-    await server.preflight(expected, deadline=deadline)
+    with _readable(address):
+        await server.preflight(expected, deadline=deadline)
     return server
 
 
@@ -67,4 +70,15 @@ async def check_router(
 ) -> None:
     """Refuses an address that takes requests alone, as a router does. Arguments and errors as of `check`."""
     server = SglangApi(client, address)
-    await server.check_answer(Checks(server, expected, time.monotonic() + timeout_secs))
+    with _readable(address):
+        await server.check_answer(Checks(server, expected, time.monotonic() + timeout_secs))
+
+
+@contextlib.contextmanager
+def _readable(address: str) -> Iterator[None]:
+    """Refuses a server whose answers have another form than its API says."""
+    try:
+        yield
+    except answers.MALFORMED as error:
+        reason = answers.malformed(address, "", error, "answer to the preflight").reason
+        raise UnfitServerError(address, "", reason) from error

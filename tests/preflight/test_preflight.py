@@ -103,6 +103,8 @@ async def test_a_wrong_key_is_named_by_its_setting(server, keys, named, words):
         ({"missing": {"/continue_generation"}}, ("no control routes",)),
         ({"answers": [{"meta_info": {"finish_reason": {"type": "length"}}}]}, ("no output_token_logprobs",)),
         ({"answers": [answer([1], versions=[])]}, ("no weight_versions",)),
+        ({"config": {"architectures": 5}}, ("malformed answer to the preflight: TypeError",)),
+        ({"answers": [{"meta_info": [1]}]}, ("malformed answer to the preflight: AttributeError",)),
     ],
 )  # fmt: skip
 async def test_a_server_of_another_kind_is_refused_with_what_to_do(server, change, words):
