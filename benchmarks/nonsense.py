@@ -512,6 +512,9 @@ async def run_weights(case: Case, store: WeightStore) -> Outcome:
             await pushed(publisher, store, 0)
             bad.version, bad.files = "default", None
             bad.left = NUM_BAD if case.is_alone else 10**9
+            deadline = time.monotonic() + RUN_SECS
+            while states[addresses[0]][0] == "HEALTHY" and time.monotonic() < deadline:
+                await asyncio.sleep(0.005)  # Its restart is seen, and its preflight begins.
             await pushed(publisher, store, 1)
             bad.left, deadline = 0, time.monotonic() + RUN_SECS
             while set(map(states.get, addresses)) != {("HEALTHY", 1)}:

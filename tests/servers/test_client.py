@@ -431,7 +431,12 @@ async def test_an_answer_beyond_its_bound_is_not_read(server):
                 await generate(client, server.address)
 
 
-@pytest.mark.parametrize("event", [{"index": -1}, {"index": True}, {"index": 9}, [], DEEP])
+GOOD = answer([1, 2, 3], versions=[("0", 3)])
+
+
+@pytest.mark.parametrize(
+    "event", [{"index": -1} | GOOD, {"index": True} | GOOD, {"index": 9} | GOOD, [], DEEP]
+)
 async def test_an_event_of_a_batch_that_is_nonsense_costs_its_batch_alone(server, event):
     server.version, server.streams = "0", True
     async with InferenceClient() as client:
