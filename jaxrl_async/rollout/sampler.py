@@ -349,11 +349,11 @@ def _before(part: Completion, ruled_out: list[int]) -> Completion:
     A server, or a router before it, may ignore the bias. To draw such a token again until it is another one samples as
     if it were ruled out.
     """
-    found = np.flatnonzero(np.isin(part.tokens, ruled_out)) if ruled_out else ()
-    if not len(found):
+    found = np.flatnonzero(np.isin(part.tokens, ruled_out))
+    if not found.size:
         return part
-    arrays = (part.tokens, part.logprobs, part.versions)
-    return Completion(*(array[: found[0]] for array in arrays), "abort")
+    kept = slice(found[0])
+    return Completion(part.tokens[kept], part.logprobs[kept], part.versions[kept], "abort")
 
 
 def _permit_prefix(permit: Permit) -> str:

@@ -198,7 +198,13 @@ def _enter(channel: socket.socket) -> None:
     for source in _sources():
         _bind(source)
         for packages in _packages(source):
-            _mount("sandbox", _OUTER_ROOT + packages, "tmpfs", _MS_NOSUID, "size=4k,nr_inodes=2,mode=755")
+            _mount(
+                "sandbox",
+                _OUTER_ROOT + packages,
+                "tmpfs",
+                _MS_NOSUID,
+                "size=4k,nr_inodes=2,mode=755",
+            )
     os.mkdir(f"{_OUTER_ROOT}/tmp")
     os.chdir(_OUTER_ROOT)
     _checked("a root of its own (pivot_root)", _libc.syscall(_number(_PIVOT_ROOT), b".", b"."))
