@@ -29,6 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
+        leftovers.end_orphans()
         compilation.prune(compilation.directory())
 
 
