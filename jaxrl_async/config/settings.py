@@ -128,7 +128,8 @@ class Queue:
     chunk_groups: int = setting(0, "Groups of a chunk in mode `periodic`; 0 in the other modes.", at_least=0)
     max_running_groups: int = setting(256, "Groups in progress at once, over all workers.", at_least=1)
     max_bytes: int = setting(256 << 20, "Memory of waiting groups, beyond which no permits are issued.", at_least=1)
-    max_message_bytes: int = setting(16 << 20, "Largest message to or from the queue.", at_least=1)
+    max_message_bytes: int = setting(16 << 20, "Largest message to the queue, but for a group of whole rows.",
+        at_least=1)
     outage_secs: float = setting(600.0, "Time for which workers and learner retry a queue that does not answer.",
         above=0, infinite=True, since="0.1.0", before=30.0)
     permit_timeout_secs: float = setting(120.0, "Silence of a worker after which its permits are issued again; for "
