@@ -145,6 +145,7 @@ MAY_IMPORT["tools"] = {
     "parts",
     "queue",
     "rollout",
+    "runtime",
     "servers",
     "tasks",
     "versions",

@@ -6,7 +6,7 @@ import sys
 
 from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
-from jaxrl_async.evaluation.evaluator import best_version
+from jaxrl_async.evaluation.evaluator import best_version, say_lost_best
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.metrics import coverage_of, score_names, score_text
 from jaxrl_async.preflight import machine
@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
+    say_lost_best(workdir)
     best, known = best_version(workdir), checkpoint_steps(workdir)
     names = ["0"] if 0 in known or not known else []  # A replay's workdir has the last alone.
     names += ["best"] if best not in (None, 0, max(known, default=0)) else []

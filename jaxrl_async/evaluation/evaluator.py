@@ -43,7 +43,7 @@ class Evaluator:
 
     def __post_init__(self):
         self._best_path = self.workdir / BEST_FILE
-        _read_best(self._best_path)  # A damage is said before training, not by an evaluation.
+        say_lost_best(self.workdir)
         self._lock = threading.Lock()  # The learner pops what the publisher's thread adds.
         self._new: dict[str, float] = {}
 
@@ -135,6 +135,14 @@ def best_version(workdir: pathlib.Path) -> int | None:
     """
     best = _read_best(workdir / BEST_FILE)
     return None if best is None else best["version"]
+
+
+def say_lost_best(workdir: pathlib.Path) -> None:
+    """Warns where best.json is missing, though versions were evaluated; raises DamagedError where it is damaged."""
+    rows = workdir / "metrics.jsonl"
+    lost = _read_best(workdir / BEST_FILE) is None and rows.exists()
+    if lost and b'"eval/greedy"' in rows.read_bytes():
+        log.warning("%s is missing: the next evaluation chooses the best anew", workdir / BEST_FILE)
 
 
 def _read_best(path: pathlib.Path) -> dict | None:

@@ -104,14 +104,14 @@ class Checkpoints:
         self.written(wait=True)
         start = time.monotonic()
         told = {"step": step, "position": _json_digest(resume_point)}
-        shards = _shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.
+        shards = shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
                     position=ocp.args.JsonSave(resume_point),
-                    digests=_Digests(lambda: told | {"tensors": _digests(shards)}),
+                    digests=_Digests(lambda: told | {"tensors": digests_of(shards)}),
                 ),
             )
         except Exception as error:
@@ -358,7 +358,7 @@ class _Digests(ocp.args.CheckpointArgs):
     table: Callable[[], dict[str, Any]]
 
 
-def _shards_on_host(state: Any) -> dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]:
+def shards_on_host(state: Any) -> dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]:
     """Name → (tensor's shape and dtype, the shards of it that this process holds first, with their places)."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
     firsts = {
@@ -377,7 +377,7 @@ def _shards_on_host(state: Any) -> dict[str, tuple[Any, list[tuple[Place, np.nda
     }
 
 
-def _digests(tensors: dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]) -> dict[str, Any]:
+def digests_of(tensors: dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]) -> dict[str, Any]:
     """Name → {shape, dtype, shards: {place: SHA-256}}."""
     return {
         name: {

@@ -111,6 +111,12 @@ _DELETED = (
 _REMEDY = "move it away, with its -wal and -shm, and --resume goes on from the last checkpoint with a new one"
 
 
+_REMEDY = (
+    "restore a copy of it, or move it away, with its -wal and -shm: a resumed run then goes on from its checkpoint "
+    "with a new one"
+)
+
+
 class JournalError(RuntimeError):
     """A journal that cannot be written or read, or is damaged; the message names the file and the cause."""
 
@@ -203,7 +209,7 @@ class Journal:
         meta = _meta(c)
         if meta.get("format") not in _FORMATS:
             raise JournalError(
-                f"journal {self._path} has format {meta.get('format')}, this program reads {FORMAT}"
+                f"journal {self._path} has format {meta.get('format')}, this program reads {FORMAT}; {_REMEDY}"
             )
         if meta["batch_groups"] != batch_groups:
             raise JournalError(
@@ -509,12 +515,12 @@ class JournalReader:
         """
         self._path = pathlib.Path(path).absolute()
         if not self._path.exists():
-            raise JournalError(f"no journal at {self._path}")
+            raise JournalError(f"no journal at {self._path}: restore a copy of it")
         with _named(self._path):
             # Opened for writing: SQLite copies the log of a killed queue into the file.
             self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
             if _meta(self._connection).get("format") not in _FORMATS:
-                raise JournalError(f"{self._path} is no journal of format {FORMAT}")
+                raise JournalError(f"{self._path} is no journal of format {FORMAT}; {_REMEDY}")
         self._order = [i for step in self.steps() for c in self._chunks(step) for i in c.indexes]
 
     def __len__(self) -> int:
@@ -635,7 +641,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     here = {p.prompt_index for s in ("held", "leased") for p, *_ in by_state[s]}
     if here != set(messages):
         raise JournalError(
-            f"journal {path}: the groups of prompt_index {sorted(here ^ set(messages))[:5]} are missing"
+            f"journal {path}: the groups of prompt_index {sorted(here ^ set(messages))[:5]} are missing; {_REMEDY}"
         )
 
     def sized(state: str) -> tuple[tuple[Permit, int], ...]:
@@ -764,7 +770,7 @@ def _named(path: pathlib.Path) -> Iterator[None]:
         reason = {
             "database is locked": "another process has it open",
             "unable to open database file": "it cannot be opened: does its directory exist, and may it be written?",
-        }.get(str(error), str(error))
+        }.get(str(error), f"{error}; if it is damaged, {_REMEDY}")
         raise JournalError(f"journal {path}: {reason}") from error
     except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
         # The other three come from a row that is not as it was written.

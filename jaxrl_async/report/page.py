@@ -47,7 +47,9 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     workdir, said = pathlib.Path(workdir), []
     rows = read_metrics(workdir, said.append)
     if not rows:
-        raise ValueError(f"{workdir} has no metrics.jsonl with a trained step")
+        raise ValueError(
+            f"{workdir} has no metrics.jsonl with a trained step: restore a copy, or resume the run"
+        )
     said += lost_rows(workdir, rows)
     remedy = sealed.CONFIG_REMEDY
     config = sealed.read(workdir / "config.json", remedy=remedy, keys=("task", "mode"))

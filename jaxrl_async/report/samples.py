@@ -7,8 +7,9 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue.journal import DeletedError, JournalError, JournalReader
-from jaxrl_async.samples import CompletionText, choose, read_samples, text_of
+from jaxrl_async.samples import FILE, CompletionText, choose, read_samples, text_of
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.tokenizer import load_tokenizer
 from jaxrl_async.types import Group, Trajectory
@@ -29,18 +30,22 @@ class _Found:
     trajectory: Trajectory
 
 
-def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str, CompletionText]]:
+def samples(
+    workdir: pathlib.Path, config: Mapping[str, Any], say: Callable[[str], None]
+) -> list[tuple[str, CompletionText]]:
     """(what it was chosen as, completion) of a run; of equals, the latest.
 
     Args:
       workdir: of a run that has ended.
       config: the content of its config.json.
+      say: gets a sentence where the journal lacks the end of the run.
 
     Raises:
       NoSamplesError: no journal, no group in it, no tokenizer, or a queue that has the journal open.
     """
     try:
         with _reader(workdir, config) as reader:
+            _say_lost(workdir, "The journal", reader.steps(), say)
             chosen = _choose(_trained(reader))
         decode = _decode_of(workdir, config)
         return [
@@ -56,7 +61,10 @@ def by_step(
 ) -> dict[int, list[CompletionText]]:
     """Step → completions from the highest reward to the lowest, of at most MAX_STEPS steps and of the last; {} without
     any. From samples.jsonl, whose damages `say` gets; where a run wrote none, from its journal."""
-    if steps := read_samples(workdir, say):
+    steps = read_samples(workdir, say)
+    if config.get("journal", {}).get("samples_per_step"):
+        _say_lost(workdir, FILE, list(steps), say)
+    if steps:
         return {step: steps[step] for step in _evenly(list(steps))}
     try:
         with _reader(workdir, config) as reader:
@@ -67,6 +75,16 @@ def by_step(
             return found
     except (JournalError, OSError, ValueError):  # `samples` has said it.
         return {}
+
+
+def _say_lost(
+    workdir: pathlib.Path, name: str, steps: Sequence[int], say: Callable[[str], None]
+) -> None:
+    last = last_metrics(workdir)
+    if last and max(steps, default=0) < last["step"]:
+        say(
+            f"{name} ends at step {max(steps, default=0)}, metrics.jsonl at {last['step']}: its end is lost."
+        )
 
 
 def _evenly(steps: Sequence[int]) -> Sequence[int]:

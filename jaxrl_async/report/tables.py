@@ -55,10 +55,11 @@ def completions(
     """Some completions of the run, or the reason why none can be shown; then some of each step, to browse.
 
     Args:
-      say: gets a sentence for each damage of samples.jsonl.
+      say: gets a sentence for each damage of samples.jsonl, and where it or the journal ends too early.
     """
     try:
-        body = "".join(_completion(what, sample) for what, sample in samples(workdir, config))
+        found = samples(workdir, config, say)
+        body = "".join(_completion(what, sample) for what, sample in found)
         chosen = (
             f"{_samples_table('Chosen as', f'<tbody>{body}</tbody>')}"
             '<p class="note">Chosen from all trained completions; of equals, the latest. The shade changes where a '

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import pathlib
 import shutil
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.runtime.workdir import checkpoint_steps
 from jaxrl_async.tasks import digest
 
 log = logging.getLogger(__name__)
@@ -71,7 +73,7 @@ def replay(
       A comparison with each checkpoint of the run between the two steps; none with `changed`.
 
     Raises:
-      ReplayError: the journal lacks a step.
+      ReplayError: the journal lacks a step, ends before the last checkpoint, or contradicts itself.
       JournalError: groups are forgotten or damaged.
       CheckpointError: no checkpoint `first`.
       StartError: the task is not the run's.
@@ -79,7 +81,8 @@ def replay(
     _check_task(settings, workdir)
     journal = pathlib.Path(settings.journal.path or workdir / "journal.sqlite")
     reader = JournalReader(journal)
-    last = _check_steps(reader, first, until)
+    known = set(checkpoint_steps(workdir))
+    last = steps_of(reader, journal, first, until, known)
     for version, epoch in reader.run_epochs():
         if epoch:
             log.warning(
@@ -108,7 +111,6 @@ def replay(
         state, position = theirs.restore(first, abstract)
         reference = theirs.restore(0, abstract)[0].params if settings.loss.needs_reference else None
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(out)))
-        known = set(theirs.steps())
 
         def save(step: int, state: TrainState, _: Any) -> None:
             if step in known and not changed:
@@ -149,15 +151,34 @@ def _check_task(settings: Settings, workdir: pathlib.Path) -> None:
         log.warning("the task is not compared with the run's: %s", error)
 
 
-def _check_steps(reader: JournalReader, first: int, until: int | None) -> int:
+def steps_of(
+    reader: JournalReader,
+    journal: pathlib.Path,
+    first: int,
+    until: int | None,
+    known: Collection[int],
+) -> int:
+    """The last step of a replay from `first`; `known` has the run's checkpoints.
+
+    Raises:
+      ReplayError: the journal contradicts itself, lacks a step or, without `until`, ends before the last checkpoint.
+    """
+    if damage := {name: found[:5] for name, found in reader.audit().items() if found}:
+        raise ReplayError(f"{journal} contradicts itself, {damage}: restore a copy of it")
     steps = set(reader.steps())
     last = max(steps, default=first) if until is None else until
     missing = sorted(set(range(first + 1, last + 1)) - steps)
     if missing or last <= first:
         held = f"{min(steps)} to {max(steps)}" if steps else "none"
         raise ReplayError(
-            f"steps {first + 1} to {last} are asked for, the journal has {held}"
+            f"steps {first + 1} to {last} are asked for, the journal {journal} has {held}"
             + (f", and lacks {missing[:5]}" if missing and steps else "")
+            + "; restore a copy of it, or take --first and --until of what it has"
+        )
+    if until is None and max(known, default=0) > last:
+        raise ReplayError(
+            f"{journal} ends at step {last}, and the run has a checkpoint of step {max(known)}: its end is "
+            f"lost. Restore a copy of it; --until={last} replays the rest"
         )
     return last
 

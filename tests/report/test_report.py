@@ -321,7 +321,7 @@ async def test_a_completion_shows_its_special_tokens(tmp_path):
     tokens = np.append(row.tokens[:-1], np.int32(1))  # eos
     row = dataclasses.replace(row, tokens=tokens)
     (await write_journal(tmp_path, [[row]])).close()
-    ((_, sample),) = samples.samples(tmp_path, {})
+    ((_, sample),) = samples.samples(tmp_path, {}, print)
     assert sample.spans == (("1<eos>", 0),)
 
 
@@ -331,7 +331,7 @@ async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
     best, worst = trajectory("2", 1.0, [1]), trajectory("<&", -1.0, [1, 1])
     last = trajectory("3", 0.5, [1])
     (await write_journal(tmp_path, [[first, long]], [[best, worst, last]])).close()
-    found = samples.samples(tmp_path, {})
+    found = samples.samples(tmp_path, {}, print)
     assert [(what, s.step, s.reward) for what, s in found] == [
         ("first", 1, 0.5),
         ("last", 2, 0.5),
@@ -366,7 +366,7 @@ def test_a_conversation_shows_turns_calls_and_what_was_read_and_not_trained(tmp_
 async def test_of_equals_the_latest_is_shown_once_with_all_it_is(tmp_path):
     steps = [[[trajectory("1", 1.0, [step])]] for step in range(3)]
     (await write_journal(tmp_path, *steps)).close()
-    found = samples.samples(tmp_path, {})
+    found = samples.samples(tmp_path, {}, print)
     assert [(what, s.step) for what, s in found] == [
         ("first", 1),
         ("last, best, worst, longest", 3),
@@ -376,7 +376,7 @@ async def test_of_equals_the_latest_is_shown_once_with_all_it_is(tmp_path):
 async def test_why_there_is_no_completion_is_said(tmp_path):
     def why(**config):
         with pytest.raises(samples.NoSamplesError) as raised:
-            samples.samples(tmp_path, config)
+            samples.samples(tmp_path, config, print)
         return str(raised.value)
 
     assert "journal.keep is 'none'" in why(journal={"keep": "none"})
@@ -396,14 +396,14 @@ async def test_forgotten_groups_are_passed_over(tmp_path):
         while journal._may_forget:
             await asyncio.sleep(0.01)
     journal.close()
-    assert [s.step for _, s in samples.samples(tmp_path, {})] == [3]
+    assert [s.step for _, s in samples.samples(tmp_path, {}, print)] == [3]
 
 
 async def test_a_long_journal_is_read_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "MAX_GROUPS", 4)
     steps = [[[trajectory("1" * (1 + step % 2), 1.0, [0] * (1 + step % 2))]] for step in range(9)]
     (await write_journal(tmp_path, *steps)).close()
-    found = {what: s.step for what, s in samples.samples(tmp_path, {})}
+    found = {what: s.step for what, s in samples.samples(tmp_path, {}, print)}
     # steps 1, 4, 7 and the last are read; completions of even steps are longer
     assert found == {"first": 1, "last, best, worst": 9, "longest": 4}
 
