@@ -85,12 +85,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--smoke", action="store_true", help="6 damages, 4 MB")
     args = parser.parse_args(argv)
-    logging.getLogger("jaxrl_async").propagate = False  # Each warning is counted, and none printed.
     if args.smoke:
         args.damages, args.megabytes = 6, 4.0
     with (
         tempfile.TemporaryDirectory() as directory,
         unittest.mock.patch.object(plots, "figure", calls_of),
+        # Each warning is counted, and none printed.
+        unittest.mock.patch.object(logging.getLogger("jaxrl_async"), "propagate", False),
     ):
         place = pathlib.Path(directory)
         whole = args.workdir or train(place / "trained")

@@ -23,6 +23,7 @@ from jaxrl_async.rewards.pool import PoolError, RewardPool
 from jaxrl_async.roles.learner import push_deadline_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
+from jaxrl_async.sealed import DamagedError
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.types import Prompt
 from jaxrl_async.versions.store import WeightStore
@@ -222,6 +223,19 @@ def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers,
         checkpoints.save(step, {"w": jnp.zeros(2)}, {})
     checkpoints.written(wait=True)
     assert checkpoints.steps() == [0, 4, 12]
+
+
+def test_a_best_version_that_is_lost_is_said_and_one_that_is_damaged_ends_the_start(
+    servers, tmp_path, caplog
+):
+    make(tmp_path, ["nothing"])
+    assert "best.json" not in caplog.text
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "eval/greedy": 0.5}\n')
+    make(tmp_path, ["nothing"])
+    assert "best.json is missing" in caplog.text
+    (tmp_path / "best.json").write_text('{"version": 4, "greedy": 0.5, "crc": 7}')
+    with pytest.raises(DamagedError, match=r"best\.json is damaged: .*; delete it"):
+        make(tmp_path, ["nothing"])
 
 
 class Evaluation:

@@ -491,6 +491,15 @@ def test_damaged_and_lost_lines_are_warnings_of_the_page(tmp_path):
     assert "metrics.jsonl has no row of step 2, 4:" in page
 
 
+async def test_a_journal_or_samples_that_end_too_early_are_said(tmp_path):
+    write_run(tmp_path, [row(), row(), row()], journal={"samples_per_step": 1})
+    (await write_journal(tmp_path, *[[[trajectory("1", 1.0, [0])]]] * 2)).close()
+    write_samples(tmp_path, [trajectory("1", 1.0, [0])])
+    page = report.write_report(tmp_path).read_text()
+    assert "The journal ends at step 2, metrics.jsonl at 3" in page
+    assert "samples.jsonl ends at step 1, metrics.jsonl at 3" in page
+
+
 @pytest.mark.parametrize("name", ["config.json", "evaluation.json"])
 @pytest.mark.parametrize("content", ["", "[", "7", '{"a": 1, "crc": 2}', "[{}]", "{}", "\xff"])
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path, name, content):

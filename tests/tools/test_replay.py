@@ -1,0 +1,36 @@
+"""A replay of a journal that lost its end, or contradicts itself, is refused with the file and a remedy."""
+
+import pathlib
+import types
+
+import pytest
+
+from jaxrl_async.tools.replay import ReplayError, steps_of
+
+
+def reader(steps, **audit):
+    return types.SimpleNamespace(audit=lambda: {"lost": [], **audit}, steps=lambda: list(steps))
+
+
+def steps(found, until=None, known=(0, 4)):
+    return steps_of(found, pathlib.Path("run/journal.sqlite"), 0, until, known)
+
+
+def test_a_replay_goes_to_the_last_step_of_the_journal():
+    assert steps(reader([1, 2, 3, 4])) == steps(reader([1, 2, 3, 4, 5]), until=4) == 4
+
+
+def test_a_journal_that_ends_before_the_last_checkpoint_is_refused_unless_asked_for():
+    with pytest.raises(ReplayError, match=r"journal\.sqlite ends at step 2, .*step 4.*--until=2"):
+        steps(reader([1, 2]))
+    assert steps(reader([1, 2]), until=2) == 2
+
+
+def test_a_journal_that_contradicts_itself_is_refused():
+    with pytest.raises(ReplayError, match=r"journal\.sqlite .*'doubled': \[7\].*restore a copy"):
+        steps(reader([1, 2, 3, 4], doubled=[7]))
+
+
+def test_a_journal_without_a_step_is_named():
+    with pytest.raises(ReplayError, match=r"journal run/journal\.sqlite has 1 to 4.*lacks \[2\]"):
+        steps(reader([1, 3, 4]))
