@@ -364,7 +364,9 @@ class Readers:
         shape = f"{settings.model} {settings.learner}"
         if shape not in self._templates:
             model = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
-            step_of = parts.train_step_of(settings, model, mesh_of(settings.learner))
+            step_of = parts.train_step_of(
+                settings, model, mesh_of(settings.learner, jax.devices()[:1])
+            )
             self._templates[shape] = step_of.abstract_state()
         with contextlib.closing(Checkpoints(workdir / "checkpoints", keep=3)) as checkpoints:
             like = self._templates[shape]
