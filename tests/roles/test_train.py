@@ -65,6 +65,7 @@ def test_a_mode_trains_evaluates_and_reports(mode, finished, verb, tmp_path):
 
 NOT_IN_EVERY_RUN = {
     "policy/kl_penalty",
+    "policy/kl_coefficient",
     "time/wait_push_secs",
     "time/publish_secs",
     "weights/delay",
@@ -436,7 +437,7 @@ def test_a_run_resumes_with_the_command_that_it_prints(command, run, verb, tmp_p
     assert f"config.json: learner.num_steps 100000 → {step + 2:.0f}\n" in output
     assert read_metrics(workdir)[-1]["step"] == step + 2
     code, output = verb("status")
-    assert code == 0 and output == f"the run is done: its last step was {step + 2:.0f}\n"
+    assert code == 0 and output.startswith(f"the run is done: its last step was {step + 2:.0f}\n")
     begun = time.monotonic()
     code, output = run(*resume)
     assert code == 0 and f"the last checkpoint is of step {step + 2:.0f} " in output, output
