@@ -25,17 +25,6 @@ _SAMPLING = {"temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"}
 _COMMON_KEYS = {"max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"}
 _COMMON_KEYS |= _SAMPLING
 KEYS = {
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-}
-_COMMON_KEYS |= {"ignore_eos", "stream", "stream_options", "logprobs"}
-KEYS = {
     "/v1/completions": _COMMON_KEYS | {"prompt", "echo"},
     _CHAT: _COMMON_KEYS | {"messages", "max_completion_tokens", "top_logprobs"},
 }
