@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import json
 import logging
+import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl_async import sealed
@@ -168,14 +169,34 @@ def check_task(
     Raises:
       StartError: it has other questions than the run, which task.changed does not allow; names the first.
     """
+    _check_questions(settings, workdir, "", splits, getattr(task, "files", ()), keep=keep)
+
+
+def check_sets(settings: Settings, workdir: pathlib.Path, *, keep: bool = True) -> None:
+    """`check_task` of each of evaluate.sets, by its name."""
+    for name, task in evaluation_tasks(settings).items():
+        splits, files = {"test": task.examples("test")}, getattr(task, "files", ())
+        _check_questions(settings, workdir, name, splits, files, keep=keep)
+
+
+def _check_questions(
+    settings: Settings,
+    workdir: pathlib.Path,
+    name: str,
+    splits: Splits,
+    files: Sequence[str | os.PathLike],
+    *,
+    keep: bool,
+) -> None:
     from jaxrl_async.tasks import digest
 
+    what = f"evaluate.sets[{name!r}]" if name else f"task {settings.task.name!r}"
     try:
-        now, run = digest.digest_of(splits, getattr(task, "files", ())), digest.read(workdir)
+        now, run = digest.digest_of(splits, files), digest.read(workdir, name)
     except (OSError, ValueError) as error:
-        raise StartError(f"task {settings.task.name!r}: {error}") from error
+        raise StartError(f"{what}: {error}") from error
     if run and (found := digest.difference(run, now, splits)):
-        found = f"task {settings.task.name!r} is not the one that the run in {workdir} began with: {found}"
+        found = f"{what} is not the one that the run in {workdir} began with: {found}"
         if not settings.task.changed:
             raise StartError(
                 f"{found}. A task must have equal questions in every process, in one order: sort what comes from a set "
@@ -184,7 +205,7 @@ def check_task(
             )
         log.warning("task.changed: %s", found)
     if keep:
-        digest.write(workdir, now, replace=settings.task.changed)
+        digest.write(workdir, now, name, replace=settings.task.changed)
 
 
 def reward_name_of(settings: Settings, reward: str) -> str:

@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
         )
     try:
         parts.check_task(settings, workdir, task, splits, keep=False)
+        parts.check_sets(settings, workdir, keep=False)
         tokenizer = parts.tokenizer_of(settings, workdir)
         sets = parts.evaluation_sets(settings, tokenizer, task, "test")
     except (OSError, TypeError, ValueError) as error:

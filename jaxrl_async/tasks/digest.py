@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
 FILE = "task_digest.json"  # of a workdir
+SETS = "task_digest.*.json"  # of evaluate.sets, by their names
 _MARK_CHARS = 12  # of a question's hash
 _ENCODE = json.JSONEncoder(sort_keys=True).encode
 
@@ -42,13 +43,18 @@ def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest
     return Digest(digest, marks, {str(path): _sha256(path) for path in files})
 
 
-def read(workdir: pathlib.Path) -> Digest | None:
-    """The digest of the run in a workdir; None where it has none, as those of earlier versions.
+def file_of(workdir: pathlib.Path, name: str = "") -> pathlib.Path:
+    """The file of a run's digest, or of that of one of evaluate.sets."""
+    return workdir / (SETS.replace("*", name) if name else FILE)
+
+
+def read(workdir: pathlib.Path, name: str = "") -> Digest | None:
+    """The digest of the run in a workdir, or of a set; None where it has none, as those of earlier versions.
 
     Raises:
       ValueError: the file is damaged.
     """
-    path = workdir / FILE
+    path = file_of(workdir, name)
     if not path.exists():
         return None
     try:
@@ -59,10 +65,11 @@ def read(workdir: pathlib.Path) -> Digest | None:
         ) from None
 
 
-def write(workdir: pathlib.Path, digest: Digest, *, replace: bool = False) -> None:
-    """Stores a run's digest, whole or not at all; without `replace`, one that is there stays."""
+def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: bool = False) -> None:
+    """Stores a digest, whole or not at all; without `replace`, one that is there stays."""
     workdir.mkdir(parents=True, exist_ok=True)
-    partial, path = workdir / f".{FILE}-{os.getpid()}", workdir / FILE
+    path = file_of(workdir, name)
+    partial = path.with_name(f".{path.name}-{os.getpid()}")
     partial.write_text(json.dumps(vars(digest)))
     try:
         os.link(partial, path)  # Of processes that begin together, one succeeds.

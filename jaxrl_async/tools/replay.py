@@ -99,8 +99,8 @@ def replay(
     for part in ("tokenizer", "base"):
         if (workdir / part).exists():
             shutil.copytree(workdir / part, out / part)
-    if (workdir / digest.FILE).exists():
-        shutil.copy(workdir / digest.FILE, out)
+    for path in (*workdir.glob(digest.FILE), *workdir.glob(digest.SETS)):
+        shutil.copy(path, out)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         keep, closing = settings.checkpoint.keep, contextlib.closing

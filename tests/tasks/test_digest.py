@@ -11,7 +11,7 @@ from fixtures.lines_task import config_of, settings_of
 
 from jaxrl_async import parts
 from jaxrl_async.cli import main
-from jaxrl_async.config.build import base_config
+from jaxrl_async.config.build import base_config, make_settings
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.preflight import machine
@@ -153,6 +153,29 @@ def test_every_reader_of_a_runs_task_refuses_another(changed):
     refused(lambda: learner.evaluator_of(evaluated, workdir))
     refused(lambda: replay.replay(settings, workdir, out=out))
     assert not out.exists()
+
+
+def test_a_set_of_an_evaluation_that_has_changed_is_refused_by_its_name(data, tmp_path):
+    from jaxrl_async.roles import learner
+
+    other, workdir = tmp_path / "other.txt", tmp_path / "run"
+    other.write_text("1+1= 2\n2+2= 4")
+    more = {"name": "fixtures.lines_task:Lines", "args": {"path": str(other)}}
+    config = config_of(data, evaluate={"every_steps": 1, "num_validation": -1})
+    config.evaluate.sets = {"more": more}
+    settings = make_settings(config.to_dict())
+    machine.prepare(settings, workdir)
+    assert digest.read(workdir, "more").files.keys() == {str(other)}
+    machine.prepare(settings, workdir, resume=True)
+    other.write_text("1+1= 2\n2+3= 5")
+    for call in (
+        lambda: machine.prepare(settings, workdir, resume=True),
+        lambda: learner.evaluator_of(settings, workdir),
+        lambda: parts.check_sets(settings, workdir, keep=False),
+    ):
+        with pytest.raises(StartError, match=r"evaluate.sets\['more'\] is not .* is '2\+3='"):
+            call()
+    machine.prepare(settings, workdir)  # anew
 
 
 def test_a_replay_goes_on_without_a_task_that_cannot_be_read(changed, data, caplog):
