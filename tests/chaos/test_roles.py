@@ -113,7 +113,8 @@ def test_what_cannot_be_replayed_is_said(attacked, tmp_path):
     workdir, _ = attacked
     code, printed = replay(workdir, "--until=90", f"--out={tmp_path}/c")
     assert code == 1
-    assert "steps 1 to 90 are asked for, the journal has 1 to 80, and lacks [81, 82" in printed
+    assert "steps 1 to 90 are asked for, the journal " in printed
+    assert " has 1 to 80, and lacks [81, 82" in printed
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "something").touch()
     code, printed = replay(workdir, f"--out={tmp_path}/d")
