@@ -14,6 +14,7 @@ import delight_digits as digits
 import jax
 import jax.numpy as jnp
 import learner
+import newcomer
 import numpy as np
 import packing as packings
 import peers
@@ -519,3 +520,9 @@ def test_a_push_that_cannot_be_predicted_is_refused(words, message, tmp_path, ca
     with pytest.raises(SystemExit):
         relay.main([*words, f"--out={tmp_path}"])
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_newcomer_types_the_commands_of_the_page():
+    words = [command.split()[:2] for command in newcomer.commands()]
+    assert [word for word, _ in words] == ["awk", *["jaxrl_async"] * 3]
+    assert [verb for _, verb in words[1:]] == ["train", "evaluate", "report"]
