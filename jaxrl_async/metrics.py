@@ -188,7 +188,8 @@ def _sound(lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
 
 
 def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("step"), int)
+    step = row.get("step") if isinstance(row, dict) else None
+    return type(step) in (int, float) and float(step).is_integer()
 
 
 class NewSteps:

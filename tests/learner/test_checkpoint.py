@@ -151,6 +151,8 @@ def test_without_an_intact_checkpoint_there_is_no_fallback(tmp_path):
             open_checkpoints(tmp_path).restore_last(state(), fallback=fallback)
 
 
+# TensorStore's threads may report to an event loop that orbax has closed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "name",
     ["position/metadata", "digests/process_0.json", "state/manifest.ocdbt"],
