@@ -108,9 +108,6 @@ _DELETED = (
     "deleted; only journal.keep = 'all' without a journal.max_bytes keeps the groups of steps before the oldest "
     "checkpoint"
 )
-_REMEDY = "move it away, with its -wal and -shm, and --resume goes on from the last checkpoint with a new one"
-
-
 _REMEDY = (
     "restore a copy of it, or move it away, with its -wal and -shm: a resumed run then goes on from its checkpoint "
     "with a new one"
