@@ -11,9 +11,9 @@ import sys
 import tempfile
 from typing import Any
 
-from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.config import parse_flags
 from jaxrl_async.config.checks import key_named
-from jaxrl_async.extras.parity.verb import number
+from jaxrl_async.extras.parity.verb import check, number
 
 USAGE = """Measures a server (SGLang, SGLang-JAX, vLLM or this project's) on eight facts that a run relies on:
 log-probs, swaps under load, spans, aborts, digests, the prefix cache, the distribution, and its death. It gets versions
@@ -21,6 +21,7 @@ of the model, so it must not be one of a run. Prints a table; exits with 0 where
 fact fails, 2 for bad usage."""
 
 HOLDS, FAILS = 0, 1
+_LEAST = {"num_pushes": 1, "num_workers": 1, "num_samples": 50, "max_total_tokens": 24}
 
 
 def main(argv: list[str]) -> int:
@@ -45,19 +46,7 @@ def main(argv: list[str]) -> int:
         tls_ca=("", "PEM file of the authorities to trust at https://; default the system's"),
         out=("", "a JSON file to write"),
     )
-    for name in ("server", "model"):
-        if not getattr(flags, name):
-            raise UsageError(f"--{name} is needed")
-    for name, least in {
-        "num_pushes": 1,
-        "num_workers": 1,
-        "num_samples": 50,
-        "max_total_tokens": 24,
-    }.items():
-        if getattr(flags, name) < least:
-            raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
-    if flags.dtype not in ("float32", "bfloat16"):
-        raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
+    check(flags, ("server", "model"), _LEAST)
     for name in ("tolerance", "timeout_secs"):
         number(name, getattr(flags, name))
     from jaxrl_async.extras.parity import parity  # Loads JAX.

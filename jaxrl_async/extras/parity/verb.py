@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Mapping, Sequence
 
 from jaxrl_async.cli.config import UsageError, parse_flags
 from jaxrl_async.config.checks import key_named
@@ -15,6 +16,7 @@ layer where they part is named.
 Exits with 0 within the tolerance, 1 beyond it or where nothing could be compared, 2 for bad usage."""
 
 AGREES, DIFFERS = 0, 1
+_LEAST = {"num_prompts": 1, "prompt_tokens": 2, "max_new_tokens": 1, "seed": 0}
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +69,7 @@ def _layers(flags) -> int:
     """`parity --layers`."""
     if flags.server:
         raise UsageError("--layers compares in this process: leave --server out")
-    _check(flags, "checkpoint")
+    check(flags, ("checkpoint",), _LEAST)
     rounds = "bfloat16" in (flags.dtype, flags.layers)
     bound = number("bound", flags.bound or ("0.1" if rounds else "0.001"))
     from jaxrl_async.extras.parity import layers, parity
@@ -98,7 +100,7 @@ def _layers(flags) -> int:
 
 def _options(flags) -> dict:
     """The keyword arguments of `measure`, from checked flags."""
-    _check(flags, "server", "checkpoint")
+    check(flags, ("server", "checkpoint"), _LEAST)
     if not flags.server.startswith(("http://", "https://")):
         raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
     return {
@@ -111,17 +113,16 @@ def _options(flags) -> dict:
     }
 
 
-def _check(flags, *needed: str) -> None:
-    """Refuses flags that both comparisons read."""
+def check(flags, needed: Sequence[str], least: Mapping[str, int]) -> None:
+    """Refuses a flag that is needed and missing, another dtype, and a number below its least."""
     for name in needed:
         if not getattr(flags, name):
             raise UsageError(f"--{name} is needed")
     if flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
-    bounds = {"num_prompts": 1, "prompt_tokens": 2, "max_new_tokens": 1, "seed": 0}
-    for name, least in bounds.items():
-        if getattr(flags, name) < least:
-            raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
+    for name, bound in least.items():
+        if getattr(flags, name) < bound:
+            raise UsageError(f"--{name} must be ≥ {bound}, got {getattr(flags, name)}")
 
 
 def number(name: str, text: str, at_most: float = float("inf")) -> float:
