@@ -30,8 +30,8 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def may_be_a_page_s(method: str, headers: Mapping[str, str]) -> bool:
-    """Whether a page of another site may have made a browser send a call: such POSTs it sends without asking first."""
+def may_come_from_a_page(method: str, headers: Mapping[str, str]) -> bool:
+    """Whether a page of another site may have sent a call: a POST that browsers send without a preflight."""
     said = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     return method == "POST" and (said in _PAGES_TYPES if said else "Origin" in headers)
 

@@ -117,7 +117,7 @@ def _key_check(api_key, admin_api_key):
             if not security.is_bearer(request.headers.get("Authorization", ""), wanted):
                 which = "api" if information or not admin_api_key else "admin api"
                 return _error(401, f"{request.path} needs the {which} key of this server")
-        if not information and security.may_be_a_page_s(request.method, request.headers):
+        if not information and security.may_come_from_a_page(request.method, request.headers):
             return _error(415, f"{request.path}: {security.WANTS_JSON}")
         return await handler(request)
 

@@ -37,6 +37,8 @@ MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
 CONNECT_SECS = 5.0  # to the server
 CALL_SECS = 3600.0  # of a call without a deadline of its caller's
 _ENDS = {protocol.PAUSE: protocol.CONTINUE, vllm.PAUSE: vllm.RESUME}  # pause → what ends it
+_KEYED = ("/v1/", "/inference/")  # prefixes of the routes at which vLLM asks for its key
+_GENERATES = (*_KEYED, "/generate")  # with SGLang's: prefixes of the routes that generate
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
 
 log = logging.getLogger(__name__)
@@ -107,16 +109,15 @@ class Sidecar:
     @web.middleware
     async def _check_key(self, request, handler):
         """The sidecar's own routes need its key, and those that vLLM leaves open; others are the server's to check."""
-        said = request.headers.get("Authorization", "")
+        said, path = request.headers.get("Authorization", ""), self._there(request).path
         if self._key is not None and not security.is_bearer(said, self._key):
             is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
-            if is_own or (
-                _is_open(request.method, self._there(request)) and await self._serves_vllm()
-            ):
+            is_open = request.method != "GET" and not path.startswith(_KEYED)
+            if is_own or (is_open and await self._serves_vllm()):
                 reason = f"{request.path} needs the admin api key of this sidecar"
                 return routes.answered(refused(reason, 401))
-        is_control = not self._there(request).path.startswith(("/v1/", "/inference/", "/generate"))
-        if is_control and security.may_be_a_page_s(request.method, request.headers):
+        from_a_page = security.may_come_from_a_page(request.method, request.headers)
+        if from_a_page and not path.startswith(_GENERATES):
             return routes.answered(refused(f"{request.path}: {security.WANTS_JSON}", 415))
         return await handler(request)
 
@@ -295,11 +296,6 @@ async def serve(
         routes.listening(sidecar.app(), host, port, listener) as bound,
     ):
         yield bound
-
-
-def _is_open(method: str, there: yarl.URL) -> bool:
-    """Whether vLLM answers such a call without its key."""
-    return method != "GET" and not there.path.startswith(("/v1/", "/inference/"))
 
 
 def _ours(headers) -> dict[str, str]:

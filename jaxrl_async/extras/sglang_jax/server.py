@@ -96,14 +96,14 @@ class _KeyCheck:
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "http" and scope["method"] != "OPTIONS":
-            headers = dict(scope["headers"])
-            given = headers.get(b"authorization", b"").decode("latin-1")
-            if not is_allowed(scope["path"], given, **self._keys):
-                return await _json(401, {"error": "Unauthorized"})(scope, receive, send)
-            said = {
-                name.decode("latin-1").title(): v.decode("latin-1") for name, v in headers.items()
+            headers = {
+                name.decode("latin-1").title(): value.decode("latin-1")
+                for name, value in scope["headers"]
             }
-            if _is_control(scope["path"]) and security.may_be_a_page_s(scope["method"], said):
+            if not is_allowed(scope["path"], headers.get("Authorization", ""), **self._keys):
+                return await _json(401, {"error": "Unauthorized"})(scope, receive, send)
+            comes_from_a_page = security.may_come_from_a_page(scope["method"], headers)
+            if _is_control(scope["path"]) and comes_from_a_page:
                 return await _json(*refused(security.WANTS_JSON, 415))(scope, receive, send)
         await self._app(scope, receive, send)
 
