@@ -50,9 +50,8 @@ class Sampler:
     # process was stopped.
     request_timeout_secs: float
     max_retries: int  # tries after the first
-    outage_secs: float = (
-        0.0  # bound on one wait for a HEALTHY server, at least request_timeout_secs
-    )
+    # Bound on one wait for a HEALTHY server, at least request_timeout_secs.
+    outage_secs: float = 0.0
     clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # its owner reads it often
 
     def __post_init__(self):
@@ -201,13 +200,14 @@ class Sampler:
                 retry += 1
                 continue
             kept = _before(part, _ruled_out(sampling))
-            redraws = 0 if len(kept.tokens) or kept is part else redraws + 1
+            is_cut = kept is not part
+            redraws = redraws + 1 if is_cut and not len(kept.tokens) else 0
             if redraws > _MAX_REDRAWS:
                 text = (
                     f"{address} samples token {part.tokens[0]} for ever, which logit_bias rules out"
                 )
                 raise RolloutError("server_error", text)
-            is_cut, part = kept is not part, kept
+            part = kept
             retry += not is_cut
             parts.append(part)
             if len(part.versions):
@@ -326,14 +326,16 @@ class _Requests:
 
 def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
     """A stable 31-bit hash of (run_seed, prompt_index, sample, attempt)."""
-    key = f"{run_seed}/{permit.prompt_index}/{sample}/{permit.attempt}"
-    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+    return _seed_of(f"{run_seed}/{permit.prompt_index}/{sample}/{permit.attempt}")
 
 
 def _seed_after(seed: int) -> int:
     """The seed of a token that is drawn again, and of those behind it."""
-    digest = hashlib.blake2b(f"{seed}/again".encode(), digest_size=4).digest()
+    return _seed_of(f"{seed}/again")
+
+
+def _seed_of(key: str) -> int:
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
