@@ -5,25 +5,23 @@ A server may answer anything. Nothing of it is read or repeated without a bound;
 
 import json
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
 from jaxrl_async.servers.port import NonsenseError
 
-MAX_BYTES = (
-    16 << 20
-)  # of an answer about weights or settings: a large model has 100,000 names of tensors
-# Of an answer with tokens: so much, and so much more for each that was asked for.
+# Of an answer about weights or settings: a large model has 100,000 names of tensors.
+MAX_BYTES = 16 << 20
+# Of an answer with tokens: in all, and more for each that was asked for.
 _BASE_BYTES, _TOKEN_BYTES = 1 << 20, 1 << 10
 _REASON_CHARS = 400
 _VALUES = reprlib.Repr()
 _VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother = 3, 80, 80
 
-# What reading an answer raises that has another form than its API says.
-MALFORMED: tuple[type[Exception], ...] = (
-    *(LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError),
-)
+# Raised by the reading of an answer that has another form than its API says.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 def malformed(
@@ -38,8 +36,9 @@ class LongAnswerError(ValueError):
     """An answer beyond its bound; the message has the bound."""
 
 
-def max_bytes(num_tokens: object) -> int:
-    """The bound on an answer with at most so many tokens."""
+def max_bytes(sampling_params: Mapping[str, Any]) -> int:
+    """The bound on an answer with the tokens that these parameters of a request allow."""
+    num_tokens = sampling_params.get("max_new_tokens")
     return _BASE_BYTES + _TOKEN_BYTES * (num_tokens if isinstance(num_tokens, int) else 0)
 
 

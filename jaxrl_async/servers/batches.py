@@ -108,7 +108,7 @@ class Batch:
         self._requests.append(request)
         self._num_tokens += len(request["input_ids"])
         self.timeout_secs = max(self.timeout_secs, timeout_secs)
-        bound = answers.max_bytes(request["sampling_params"].get("max_new_tokens"))
+        bound = answers.max_bytes(request["sampling_params"])
         self.max_event_bytes = max(self.max_event_bytes, bound)
         self._waiters.append(asyncio.get_running_loop().create_future())
         return self._waiters[-1]

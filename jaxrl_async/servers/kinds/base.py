@@ -23,9 +23,8 @@ class HttpKind:
     # weights.transport → the control routes that it needs, each of which refuses an empty request. A method of that
     # name takes a push.
     WAYS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    ADAPTER_WAYS: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
-        None  # the same for adapters, where they differ
-    )
+    # The same for adapters, where they differ.
+    ADAPTER_WAYS: ClassVar[Mapping[str, tuple[str, ...]] | None] = None
     verifies_itself = False
     ends_pauses = False
 
@@ -57,13 +56,9 @@ class HttpKind:
 
     async def hold(self, push: Push) -> None:
         """Gives the server a version, in the push's way; see `port.Kind`."""
-        way = push.options.way
-        if (
-            self.ADAPTER_WAYS is not None
-            and push.stored.is_adapter
-            and way not in self.ADAPTER_WAYS
-        ):
-            ways = " or ".join(map(repr, self.ADAPTER_WAYS))
+        way, adapter_ways = push.options.way, self.ADAPTER_WAYS
+        if push.stored.is_adapter and adapter_ways is not None and way not in adapter_ways:
+            ways = " or ".join(map(repr, adapter_ways))
             raise push.error(f"takes no adapters by {way!r}: give them by {ways}")
         if way not in self.WAYS:
             raise push.error(f"has no route for {way!r}: give it weights by {self.ways()}")
@@ -112,13 +107,17 @@ class HttpKind:
             reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
             raise ServerError(self.address, route, reason, retryable=False)
 
+    def is_control(self, route: str) -> bool:
+        """Whether a route takes the key of control routes."""
+        return True
+
     async def has_route(self, route: str, *, timeout_secs: float) -> bool:
-        """Whether a control route exists that refuses an empty request, as one without the weights to load.
+        """Whether a route exists that refuses an empty request, as one without the weights to load.
 
         SGLang answers 401 to the admin key at a route that it does not have.
         """
         try:
-            await self.post(route, {}, timeout_secs)
+            await self.post(route, {}, timeout_secs, is_control=self.is_control(route))
         except ServerError as error:
             if error.status is None or error.status >= 500:
                 raise

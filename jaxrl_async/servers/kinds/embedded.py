@@ -48,10 +48,8 @@ class Embedded(Intake, SglangApi):
 
     async def _verify(self, push: Push) -> None:
         """Raises ServerError where it holds other weights than the version's."""
-        said, wanted = (
-            (await self.verify_name(push)).get(protocol.WEIGHT_DIGEST),
-            push.stored.digest,
-        )
+        said = (await self.verify_name(push)).get(protocol.WEIGHT_DIGEST)
+        wanted = push.stored.digest
         if said != wanted:
             path = os.fspath(push.stored)
             reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"

@@ -43,7 +43,7 @@ class SglangApi(HttpKind):
         body |= {"lora_path": adapter} if adapter is not None else {}
         route, client, address = "/generate", self.client, self.address
         call = ("POST", address, route, encode(body).encode(), client.headers(), timeout_secs)
-        bound = answers.max_bytes(request.sampling_params.get("max_new_tokens"))
+        bound = answers.max_bytes(request.sampling_params)
         async with client.request(*call) as response:
             answer = await client.answer(response, address, route, bound)
         self._streams = self._streams or STREAMS_HEADER in response.headers

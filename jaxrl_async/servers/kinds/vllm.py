@@ -75,9 +75,8 @@ class Vllm(HttpKind):
         body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
         self._running.add(request.rid)
         try:
-            bound = answers.max_bytes(request.sampling_params.get("max_new_tokens"))
-            call = {"is_control": False, "max_bytes": bound}
-            answer = await self.post(GENERATE, body, timeout_secs, **call)
+            bound = {"max_bytes": answers.max_bytes(request.sampling_params)}
+            answer = await self.post(GENERATE, body, timeout_secs, is_control=False, **bound)
         finally:
             self._running.discard(request.rid)
         with self.reading(GENERATE, f"answer to {request.rid}", retryable=True):
@@ -104,10 +103,8 @@ class Vllm(HttpKind):
         """As of `port.Pausable`; "retract" drops what was computed of the requests, "abort" ends them."""
         # It keeps requests and, in spite of what is said of it, empties the cache under them unless it is asked not to.
         keeps = {"abort": "mode=abort", "in_place": "mode=keep&clear_cache=false"}
-        route, headers = (
-            f"{PAUSE}?{keeps.get(mode, 'mode=keep')}",
-            protocol.lease_headers(lease_secs),
-        )
+        route = f"{PAUSE}?{keeps.get(mode, 'mode=keep')}"
+        headers = protocol.lease_headers(lease_secs)
         await self.post(route, {}, timeout_secs, is_short=True, headers=headers)
         if mode != "retract":
             return
@@ -287,16 +284,9 @@ class Vllm(HttpKind):
             return int(match[1]) if match else None
         return None
 
-    async def has_route(self, route: str, *, timeout_secs: float) -> bool:
-        """Whether a route exists; a key of vLLM guards those under /v1, as it does generation."""
-        is_control = not route.startswith("/v1/")
-        try:
-            await self.post(route, {}, timeout_secs, is_control=is_control)
-        except port.ServerError as error:
-            if error.status is None or error.status >= 500:
-                raise
-            return error.status not in (401, 403, 404, 405)
-        return True
+    def is_control(self, route: str) -> bool:
+        """A key of vLLM guards the routes under /v1, as it does generation."""
+        return not route.startswith("/v1/")
 
     async def _sample_one(self, *, timeout_secs: float) -> dict[str, Any]:
         """The whole answer to a request of one token after token 0, which every vocabulary has."""
