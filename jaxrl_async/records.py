@@ -196,13 +196,7 @@ class QueueStatus:
 
 
 _NONE: dict[str, Any] = dict.fromkeys([field.name for field in dataclasses.fields(QueueStatus)], 0)
-_NONE |= {
-    "v_pub": None,
-    "last_push_age_secs": None,
-    "returned": {},
-    "retired": {},
-    "lengths": {},
-    "details": {},
-}
+_NONE |= {"v_pub": None, "last_push_age_secs": None}
+_NONE |= {"returned": {}, "retired": {}, "lengths": {}, "details": {}}
 _NONE |= {"waits": (), "roles": (), "servers": (), "run_id": "", "failure": ""}
 NO_STATUS = QueueStatus(**_NONE)  # of a queue without groups or reports

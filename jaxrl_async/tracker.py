@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 # In the workdir: the tracker's name of the run, which a resumed run continues.
 FILE = "tracker.json"
-MAX_WAITING = 1000  # rows; what comes while so many wait is left out
+MAX_WAITING = 1000  # rows; those that come beyond it are left out
 CLOSE_SECS = 30.0  # bound on the end, in which what waits is sent
 _MAX_PARAM_CHARS = 500  # of a setting in MLflow
 

@@ -455,8 +455,7 @@ def _end(process: subprocess.Popen) -> None:
 # meanwhile; it receives until a connection closes.
 _JOIN, _LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 _RECEIVE = "/update_weights_from_distributed"
-# A server that comes alone, as one that joins, waits so long for others.
-GATHER_SECS = 1.0
+GATHER_SECS = 1.0  # in which a server that comes alone, as one that joins, waits for others
 SHARED_SHARE = 0.5  # of a push's time, for a round of several servers
 MAX_SHARED_TRIES = 2
 MIN_LEFT_SECS = 1.0

@@ -1,4 +1,4 @@
-"""The pauses of a push over the fleet: at most so many servers at once, and the sum of their seconds.
+"""The pauses of a push over the fleet: at most max_paused servers at once, and the sum of their seconds.
 
 It knows no server and no version.
 """
@@ -57,6 +57,8 @@ class Pauses:
                 timer.cancel()
                 free.release()
 
+        secs = self._turn_secs
+
         def expire() -> None:
             log.warning(
                 "a server is paused for more than %g s: the next one's turn begins beside it. Where servers are slow, "
@@ -65,6 +67,5 @@ class Pauses:
             )
             end()
 
-        secs = self._turn_secs
         timer = asyncio.get_running_loop().call_later(secs, expire)
         return end

@@ -371,7 +371,7 @@ class Publisher:
         self._healthy_at = self._active.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        """Waits for a condition, checked after every attempt at a server, for so many active seconds."""
+        """Waits for a condition, checked after every attempt at a server, for timeout_secs of the active clock."""
         deadline = self._active.now() + timeout_secs
         while not condition() and (left := deadline - self._active.now()) > 0:
             self._changed.clear()

@@ -146,9 +146,8 @@ class Admission:
         self._running: dict[int, _Running] = {}
         self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
         self._left: set[str] = set()  # workers that have ended
-        self._lost: collections.Counter[int] = (
-            collections.Counter()
-        )  # attempts lost with workers and servers
+        # attempts lost with workers and servers
+        self._lost: collections.Counter[int] = collections.Counter()
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
 
@@ -386,7 +385,7 @@ class Admission:
         self._left.add(worker)
 
     def forgive(self, secs: float) -> None:
-        """This process was stopped for so long: nobody was late in that time."""
+        """This process was stopped for `secs`: nobody was late in that time."""
         self._seen = {worker: then + secs for worker, then in self._seen.items()}
         self._running = {
             index: dataclasses.replace(running, since=running.since + secs)

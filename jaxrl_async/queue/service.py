@@ -295,10 +295,8 @@ class QueueService:
         """Takes back a permit."""
         wire.check_return(request)
         permit = wire.decode_permit(request.permit)
-        outcome, detail = (
-            await self._return(permit, request.reason),
-            security.escaped(request.detail),
-        )
+        outcome = await self._return(permit, request.reason)
+        detail = security.escaped(request.detail)
         if outcome != "stale":
             self._lengths.count("dropped", request.prompt_tokens, request.completion_tokens)
             self._details[request.reason] = f"prompt {permit.prompt_index}: {detail}"

@@ -206,7 +206,7 @@ class InferenceClient:
     async def answer(
         self, response: aiohttp.ClientResponse, address: str, route: str, max_bytes: int
     ) -> dict[str, Any]:
-        """The JSON of a response, of at most so many bytes; errors as of `call`."""
+        """The JSON of a response, of at most max_bytes; errors as of `call`."""
         try:
             text = await answers.read(response, max_bytes)
         except answers.LongAnswerError as error:

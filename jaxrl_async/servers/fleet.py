@@ -155,7 +155,7 @@ class Fleet:
         return bool(self._records) and address not in self._records
 
     @contextlib.contextmanager
-    def serving(self, address: str, num_tokens: int) -> "Iterator[_Fault | None]":
+    def serving(self, address: str, num_tokens: int) -> Iterator[_Fault | None]:
         """Counts a request's tokens as outstanding while it runs.
 
         Yields the server's fault, for `answered` or `failed`: the request is its trial, and the only one meanwhile.
@@ -193,12 +193,12 @@ class Fleet:
         until = self._clock() + self._suspect_secs
         self._suspect_until[address] = max(until, self._suspect_until.get(address, until))
 
-    def answered(self, address: str, fault: "_Fault | None") -> None:
+    def answered(self, address: str, fault: _Fault | None) -> None:
         """Notes a good answer. It ends a fault that was known when its request began."""
         if fault is not None and self._faults.get(address) is fault:
             del self._faults[address]
 
-    def failed(self, address: str, prompt: int, fault: "_Fault | None") -> bool:
+    def failed(self, address: str, prompt: int, fault: _Fault | None) -> bool:
         """Notes an answer that is nonsense or of other weights, whose request began with `fault`.
 
         The answers to all requests that ran together are one fault: the server is left for suspect_secs at first, so

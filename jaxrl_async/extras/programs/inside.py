@@ -198,13 +198,8 @@ def _enter(channel: socket.socket) -> None:
     for source in _sources():
         _bind(source)
         for packages in _packages(source):
-            _mount(
-                "sandbox",
-                _OUTER_ROOT + packages,
-                "tmpfs",
-                _MS_NOSUID,
-                "size=4k,nr_inodes=2,mode=755",
-            )
+            size = "size=4k,nr_inodes=2,mode=755"
+            _mount("sandbox", _OUTER_ROOT + packages, "tmpfs", _MS_NOSUID, size)
     os.mkdir(f"{_OUTER_ROOT}/tmp")
     os.chdir(_OUTER_ROOT)
     _checked("a root of its own (pivot_root)", _libc.syscall(_number(_PIVOT_ROOT), b".", b"."))
@@ -230,9 +225,10 @@ def _sources() -> list[str]:
 
 def _packages(source: str) -> list[str]:
     """The directories of installed packages in a source, in which a program could look answers up: they are empty."""
-    names = ("site-packages", "dist-packages")
-    found = (f"{source}/{name}" for above in ("", "python*/") for name in map(above.__add__, names))
-    return [path for pattern in found for path in glob.glob(pattern) if not os.path.islink(source)]
+    if os.path.islink(source):
+        return []
+    names = ("site-packages", "dist-packages", "python*/site-packages", "python*/dist-packages")
+    return [path for name in names for path in glob.glob(f"{source}/{name}")]
 
 
 def _bind(source: str) -> None:
