@@ -146,7 +146,7 @@ class Admission:
         self._running: dict[int, _Running] = {}
         self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
         self._left: set[str] = set()  # workers that have ended
-        # attempts lost with workers and servers
+        # attempts that ended for one of BLAMELESS
         self._lost: collections.Counter[int] = collections.Counter()
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
