@@ -358,6 +358,25 @@ async def test_a_web_page_pauses_no_server_through_it(make_server):
         assert not server.paused
 
 
+async def test_what_a_server_is_that_does_not_say_is_asked_again():
+    async with fake_vllm.serving() as server, sidecars(server, key="b" * 32) as (address,):
+        async with aiohttp.ClientSession() as session:
+            for broken, status in (({"/weight_info"}, 502), (set(), 401)):
+                server.broken = broken
+                async with session.post(f"{address}/pause", json={}) as answer:
+                    assert answer.status == status, await answer.text()
+        assert not server.paused
+
+
+async def test_a_web_page_loads_no_adapter_through_it():
+    async with fake_vllm.serving() as server, sidecars(server) as (address,):
+        async with aiohttp.ClientSession() as session:
+            for route in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+                async with session.post(f"{address}{route}", data="{}") as answer:  # text/plain
+                    assert answer.status == 415
+        assert not server.calls
+
+
 async def test_a_pause_of_vllm_ends_with_its_lease():
     async with (
         fake_vllm.serving() as server,

@@ -39,6 +39,8 @@ CALL_SECS = 3600.0  # of a call without a deadline of its caller's
 _ENDS = {protocol.PAUSE: protocol.CONTINUE, vllm.PAUSE: vllm.RESUME}  # pause → what ends it
 _KEYED = ("/v1/", "/inference/")  # prefixes of the routes at which vLLM asks for its key
 _GENERATES = (*_KEYED, "/generate")  # with SGLang's: prefixes of the routes that generate
+_ADAPTERS = "load_lora_adapter"  # ends the routes among them that change the server
+_DECISIVE = (200, 401, 403, 404, 405)  # statuses of a route that is there or is not
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
 
 log = logging.getLogger(__name__)
@@ -117,7 +119,7 @@ class Sidecar:
                 reason = f"{request.path} needs the admin api key of this sidecar"
                 return routes.answered(refused(reason, 401))
         from_a_page = security.may_come_from_a_page(request.method, request.headers)
-        if from_a_page and not path.startswith(_GENERATES):
+        if from_a_page and (not path.startswith(_GENERATES) or path.endswith(_ADAPTERS)):
             return routes.answered(refused(f"{request.path}: {security.WANTS_JSON}", 415))
         return await handler(request)
 
@@ -125,6 +127,8 @@ class Sidecar:
         """Whether the server is vLLM, which alone has its information route."""
         if self._is_vllm is None:
             async with self._errors(), self._session.get(self._server + vllm.Vllm.INFO) as answer:
+                if answer.status not in _DECISIVE:
+                    raise aiohttp.ClientError(f"HTTP {answer.status}")
                 self._is_vllm = answer.status == 200
         return self._is_vllm
 
