@@ -1,6 +1,6 @@
 """Damages to the files of a finished workdir, and what resume, evaluate, replay and report make of them.
 
-    python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--out=DIR] [--smoke]
+    python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--megabytes=512] [--out=DIR] [--smoke]
 
 **damages.** Each is made in a copy of the workdir: of a file drawn at random a bit is flipped, or it is truncated,
 deleted, or swapped with another file. Then, in this process, the reading part of the four verbs runs: all that they
@@ -16,7 +16,7 @@ restored states, groups of the journal, the page) are compared with those of the
 After a refusal of `resume` the remedy of its words is followed: stuck where the third one does not help either.
 
 **digests.** Seconds from a checkpoint's save until it is on disk with digests and without, in turns, and the seconds of
-the digests alone and of the call that the learner waits for; of a state of so many megabytes.
+the digests alone and of the call that the learner waits for; of a state of --megabytes.
 
 The workdir is that of `configs/quickstart.py:smoke` with four checkpoints, trained here, evaluated and reported, unless
 --workdir names one. Results are printed and written to benchmarks/results/damage.json; --smoke is quick.
@@ -422,8 +422,8 @@ def digests(directory: pathlib.Path, megabytes: float) -> dict[str, Any]:
     began = time.monotonic()
     checkpoint_lib.digests_of(shards)
     alone = time.monotonic() - began
-    compute, secs, calls = checkpoint_lib.digests_of, collections.defaultdict(list), {}
-    calls = collections.defaultdict(list)
+    compute = checkpoint_lib.digests_of
+    secs, calls = collections.defaultdict(list), collections.defaultdict(list)
     for number in range(3):
         for name, table in (("with", compute), ("without", lambda shards: {})):
             checkpoint_lib.digests_of = table

@@ -3,7 +3,8 @@
     python benchmarks/newcomer.py [--out=benchmarks/results/newcomer.json]
 
 Builds the wheel of this tree, installs it into a new environment, which needs the network, and runs the page's own
-commands there, as they stand in it. Nothing else of the tree is seen. Runs are added to the results.
+commands there, as they stand in it. Nothing else of the tree is seen. Runs are added to the results; `load` is the load
+average over the minute before.
 """
 
 import argparse
@@ -15,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
-from origin import origin
+from origin import ROOT, origin
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "data.md"
 _LOADED = ("PYTHONPATH", "VIRTUAL_ENV", "JAX_COMPILATION_CACHE_DIR")  # of this process alone
 
@@ -31,8 +32,8 @@ def commands() -> list[str]:
     return [made, *run.split("\n")]
 
 
-def measure(directory: pathlib.Path) -> dict[str, float]:
-    """Seconds of each command, by its first words."""
+def measure(directory: pathlib.Path) -> dict[str, Any]:
+    """Seconds of each command, by its first words, and the scores."""
     environment = {k: v for k, v in os.environ.items() if k not in _LOADED}
     place = directory / "empty"
     place.mkdir()

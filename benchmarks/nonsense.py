@@ -1,6 +1,6 @@
 """Servers that answer nonsense: every field of every answer × 30 wrong values × (one of two servers, the only one).
 
-    python benchmarks/nonsense.py [--smoke] [--kinds=sglang,batches,vllm] [--parts=samples,weights]
+    python benchmarks/nonsense.py [--smoke] [--every=1] [--kinds=embedded,sglang,batches,vllm] [--parts=samples,weights]
 
 The servers are fakes that speak a kind's API; in the answers of one of them one field at a time has a wrong value, is
 missing, or is where the answer is cut off. All else is a run's own.
@@ -11,10 +11,9 @@ missing, or is where the answer is cut off. All else is a run's own.
   and the push. Then it answers well.
 
 A run has `trained` nonsense where a leased group is not what a good server samples, or a HEALTHY server does not hold
-the version; it has `ended` where a worker, the
-queue's budgets or the publisher ended it, or where it did not go on, though a server was good at last. A prompt is
-`lost` that was retired. Times between two tries are shortened. Results: benchmarks/results/nonsense.json (or
---out=DIR).
+the version; it has `ended` where a worker, the queue's budgets or the publisher ended it, or where it did not go on,
+though a server was good at last. A prompt that was retired is `lost`. Times between two tries are shortened. Results:
+benchmarks/results/nonsense.json (or --out=DIR).
 """
 
 import argparse
@@ -32,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
-from origin import origin
+from origin import ROOT, origin
 
 from jaxrl_async.config.settings import Queue
 from jaxrl_async.learner.learner import _FailureBudgets
@@ -57,16 +56,17 @@ from jaxrl_async.servers.batches import STREAMS_HEADER
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.servers.kinds import checksums
+from jaxrl_async.servers.kinds.vllm import stream_seed
 from jaxrl_async.servers.port import Expected
 from jaxrl_async.types import Prompt
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
-ROOT = pathlib.Path(__file__).parent.parent
 VOCAB_SIZE, MAX_NEW_TOKENS, GROUP_SIZE, BATCH_GROUPS, NUM_STEPS = 100, 4, 2, 2, 2
 NUM_BAD = 10  # answers of the only server that are nonsense
 RUN_SECS = 20.0  # deadline of a run
 AT_ONCE = 8  # runs
+SMOKE_EVERY = 331  # prime to the numbers of values and of servers
 RUN_SEED = 1
 LAYER = "model.layers.0.mlp.down_proj.weight"
 
@@ -402,8 +402,6 @@ def service_of() -> QueueService:
 
 def is_right(kind: str, group: Any) -> bool:
     """Whether a group is what good servers sample."""
-    from jaxrl_async.servers.kinds.vllm import stream_seed
-
     permit = Permit(group.prompt_index, group.attempt)
     for sample, row in enumerate(group.trajectories):
         length = row.prompt_length
@@ -627,9 +625,8 @@ def summary(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
                 "fields": len(fields),
                 "runs": len(of),
                 "wrong_answers": sum(outcome.num_bad for _, outcome in of),
-                "without_one": sum(
-                    not outcome.num_bad for _, outcome in of
-                ),  # The route was not asked.
+                # The route was not asked.
+                "without_one": sum(not outcome.num_bad for _, outcome in of),
                 "trained": sum(outcome.trained for _, outcome in of),
                 "ended": len(ended),
                 "prompts_lost": sum(outcome.lost for _, outcome in of),
@@ -641,8 +638,8 @@ def summary(found: list[tuple[Case, Outcome]]) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="one run in so many")
-    parser.add_argument("--every", type=int, default=1, help="one run in so many")
+    parser.add_argument("--smoke", action="store_true", help=f"one run in {SMOKE_EVERY}")
+    parser.add_argument("--every", type=int, default=1, help="one run in this many")
     parser.add_argument("--parts", default="samples,weights")
     parser.add_argument("--kinds", default="embedded,sglang,batches,vllm")
     parser.add_argument("--out", default=str(ROOT / "benchmarks" / "results"))
@@ -658,8 +655,6 @@ def main(argv: list[str] | None = None) -> None:
     print(text)
     pathlib.Path(args.out, "nonsense.json").write_text(text + "\n", "utf-8")
 
-
-SMOKE_EVERY = 331  # prime to the numbers of values and of servers
 
 if __name__ == "__main__":
     main()
