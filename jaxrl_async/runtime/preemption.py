@@ -35,7 +35,6 @@ class StopRequest:
         self._grace_secs = grace_secs
         self._signals: tuple[int, ...] = ()
         self._cause = ""
-        self._is_late = False  # whether the grace period is over
 
     def listen(self, *signals: int) -> None:
         """Installs the handlers of signals; in the main thread only. With SIGHUP, stdout and stderr are watched too.
@@ -57,7 +56,7 @@ class StopRequest:
 
     def _handle(self, number, frame) -> None:
         # A terminal that closes sends several: the shell's and the system's.
-        if self._cause and number == signal.SIGHUP and not self._is_late:
+        if self._cause and number == signal.SIGHUP:
             return
         if self._cause:
             # What the main thread waits for on its way out, a checkpoint's last bytes, is bounded too.
@@ -74,7 +73,6 @@ class StopRequest:
         log.warning("%s: stopping after this step, or in %g s", self._cause, self._grace_secs)
         time.sleep(self._grace_secs)
         log.error("still running %g s after %s: exiting", self._grace_secs, self._cause)
-        self._is_late = True
         os.kill(os.getpid(), self._signals[0])  # The main thread exits, and ends its children.
         _exit_soon()  # It may be in a call that no signal interrupts.
 
@@ -107,9 +105,8 @@ def outputs_may_close() -> Iterator[None]:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # type: ignore[type-var]
             yield
     finally:
-        for stream in filter(
-            _is_closed, (out, err)
-        ):  # The exit writes what is left in their buffers.
+        # The exit writes what is left in their buffers.
+        for stream in filter(_is_closed, (out, err)):
             os.dup2(null.fileno(), stream.fileno())
         null.close()
 
