@@ -118,6 +118,12 @@ def test_no_text_takes_long(text):
     assert time.process_time() - start < 0.5
 
 
+def test_an_answer_ends_where_a_stop_token_ended_it():
+    assert REWARDS["ends"]("any", "", finish_reason="stop") == 1.0
+    assert REWARDS["ends"]("any", "", finish_reason="length") == 0.0
+    assert times_out_as(REWARDS["ends"]) == 0.0
+
+
 def test_a_reward_says_what_an_answer_is_worth_that_is_not_judged_in_time():
     def reward(completion, answer):
         return 0.0
