@@ -89,7 +89,7 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     with _named(f"task {settings.task.name!r}"):
         task, splits, sets = _questions(settings)
     if not resume:  # Of a start that came to no checkpoint. No role of this one has begun.
-        for path in (digest.file_of(workdir), *workdir.glob(digest.SETS)):
+        for path in workdir.glob(digest.FILES):
             path.unlink(missing_ok=True)
     parts.check_task(settings, workdir, task, splits)
     parts.check_sets(settings, workdir)

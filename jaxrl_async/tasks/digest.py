@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
-FILE = "task_digest.json"  # of a workdir
-SETS = "task_digest.*.json"  # of evaluate.sets, by their names
+FILE = "task_digest.json"  # of a workdir; those of evaluate.sets have their names before the suffix
+FILES = "task_digest*.json"
 _MARK_CHARS = 12  # of a question's hash
 _ENCODE = json.JSONEncoder(sort_keys=True).encode
 
@@ -45,7 +45,7 @@ def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest
 
 def file_of(workdir: pathlib.Path, name: str = "") -> pathlib.Path:
     """The file of a run's digest, or of that of one of evaluate.sets."""
-    return workdir / (SETS.replace("*", name) if name else FILE)
+    return workdir / FILES.replace("*", name and f".{name}")
 
 
 def read(workdir: pathlib.Path, name: str = "") -> Digest | None:

@@ -99,7 +99,7 @@ def replay(
     for part in ("tokenizer", "base"):
         if (workdir / part).exists():
             shutil.copytree(workdir / part, out / part)
-    for path in (*workdir.glob(digest.FILE), *workdir.glob(digest.SETS)):
+    for path in workdir.glob(digest.FILES):
         shutil.copy(path, out)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
