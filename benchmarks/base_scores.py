@@ -101,7 +101,8 @@ def _settings(
 def _scores(settings: Settings, workdir: pathlib.Path) -> dict[str, float]:
     """`scores.row` of the config's first weights, with seconds and the prompts' mean length."""
     tokenizer = parts.tokenizer_of(settings, workdir)
-    sets = parts.evaluation_sets(settings, tokenizer, parts.task_of(settings), "test")
+    task, tasks = parts.task_of(settings), parts.evaluation_tasks(settings)
+    sets = parts.evaluation_sets(settings, tokenizer, task, "test", tasks)
     config = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     engine = parts.engine_of(settings, workdir, name="base_scores")

@@ -10,12 +10,12 @@ import dataclasses
 import functools
 import json
 import logging
-import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl_async import sealed
+from jaxrl_async.config import forms
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings
@@ -162,37 +162,27 @@ def same_task_of(settings: Settings, workdir: pathlib.Path, *, keep: bool = True
 
 
 def check_task(
-    settings: Settings, workdir: pathlib.Path, task: Task, splits: Splits, *, keep: bool = True
+    settings: Settings,
+    workdir: pathlib.Path,
+    task: Task,
+    splits: Splits,
+    *,
+    name: str = "",
+    keep: bool = True,
 ) -> None:
-    """Compares a task with the digest in a run's workdir, where `keep` stores one if there is none.
+    """Compares a task, or the one called `name` of evaluate.sets, with the digest in a run's workdir.
+
+    Where there is none, `keep` stores one.
 
     Raises:
       StartError: it has other questions than the run, which task.changed does not allow; names the first.
     """
-    _check_questions(settings, workdir, "", splits, getattr(task, "files", ()), keep=keep)
-
-
-def check_sets(settings: Settings, workdir: pathlib.Path, *, keep: bool = True) -> None:
-    """`check_task` of each of evaluate.sets, by its name."""
-    for name, task in evaluation_tasks(settings).items():
-        splits, files = {"test": task.examples("test")}, getattr(task, "files", ())
-        _check_questions(settings, workdir, name, splits, files, keep=keep)
-
-
-def _check_questions(
-    settings: Settings,
-    workdir: pathlib.Path,
-    name: str,
-    splits: Splits,
-    files: Sequence[str | os.PathLike],
-    *,
-    keep: bool,
-) -> None:
     from jaxrl_async.tasks import digest
 
     what = f"evaluate.sets[{name!r}]" if name else f"task {settings.task.name!r}"
     try:
-        now, run = digest.digest_of(splits, files), digest.read(workdir, name)
+        now = digest.digest_of(splits, getattr(task, "files", ()))
+        run = digest.read(workdir, name)
     except (OSError, ValueError) as error:
         raise StartError(f"{what}: {error}") from error
     if run and (found := digest.difference(run, now, splits)):
@@ -206,6 +196,15 @@ def _check_questions(
         log.warning("task.changed: %s", found)
     if keep:
         digest.write(workdir, now, name, replace=settings.task.changed)
+
+
+def check_sets(
+    settings: Settings, workdir: pathlib.Path, tasks: Mapping[str, Task], *, keep: bool = True
+) -> None:
+    """`check_task` of each of `evaluation_tasks`."""
+    for name, task in tasks.items():
+        splits = {"test": task.examples("test")}
+        check_task(settings, workdir, task, splits, name=name, keep=keep)
 
 
 def reward_name_of(settings: Settings, reward: str) -> str:
@@ -226,12 +225,11 @@ def evaluation_tasks(settings: Settings) -> dict[str, Task]:
     Raises:
       ValueError, TypeError: as of `make_task`; the message names the set.
     """
-    from jaxrl_async.config.forms import evaluation_sets
     from jaxrl_async.tasks import make_task
     from jaxrl_async.tasks.checked import CheckedTask
 
     found = {}
-    for name, (task, args) in evaluation_sets(settings.evaluate.sets).items():
+    for name, (task, args) in forms.evaluation_sets(settings.evaluate.sets).items():
         try:
             found[name] = CheckedTask(make_task(task, **args))
         except (TypeError, ValueError) as error:
@@ -240,12 +238,12 @@ def evaluation_tasks(settings: Settings) -> dict[str, Task]:
 
 
 def evaluation_sets(
-    settings: Settings, tokenizer: Tokenizer, task: Task, split: str
+    settings: Settings, tokenizer: Tokenizer, task: Task, split: str, tasks: Mapping[str, Task]
 ) -> list[EvaluationSet]:
-    """The prompts that a version is scored on: of a split of the run's task, and of evaluate.sets.
+    """The prompts that a version is scored on: of a split of the run's task, and of `evaluation_tasks`.
 
     Raises:
-      ValueError, TypeError: as of `evaluation_tasks`; or no prompt fits.
+      ValueError: no prompt fits.
     """
     from jaxrl_async.evaluation.score import EvaluationSet
     from jaxrl_async.tasks.prompts import held_out_prompts
@@ -253,7 +251,7 @@ def evaluation_sets(
     bound, found = settings.rollout.max_prompt_tokens, []
     own = dataclasses.replace(settings, task=dataclasses.replace(settings.task, rewards={}))
     asked = [("", task, split, settings)]
-    asked += [(name, source, "test", own) for name, source in evaluation_tasks(settings).items()]
+    asked += [(name, source, "test", own) for name, source in tasks.items()]
     for name, source, part, of_set in asked:
         prompts = held_out_prompts(source, tokenizer, max_prompt_tokens=bound, split=part)
         found.append(

@@ -51,9 +51,10 @@ def main(argv: list[str]) -> int:
         )
     try:
         parts.check_task(settings, workdir, task, splits, keep=False)
-        parts.check_sets(settings, workdir, keep=False)
+        tasks = parts.evaluation_tasks(settings)
+        parts.check_sets(settings, workdir, tasks, keep=False)
         tokenizer = parts.tokenizer_of(settings, workdir)
-        sets = parts.evaluation_sets(settings, tokenizer, task, "test")
+        sets = parts.evaluation_sets(settings, tokenizer, task, "test", tasks)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(str(error)) from None
     # After the flags are known to be good: these load JAX.

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxrl_async import parts, security
 from jaxrl_async.config.checks import queue_access_of
@@ -92,8 +92,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         for path in workdir.glob(digest.FILES):
             path.unlink(missing_ok=True)
     parts.check_task(settings, workdir, task, splits)
-    parts.check_sets(settings, workdir)
-    splits = {**splits, **sets}
+    parts.check_sets(settings, workdir, sets)
+    splits = _with_sets(splits, sets)
     settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
     function = settings.rollout.function
     with errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
@@ -147,17 +147,24 @@ def count_prompts(settings: Settings, workdir: pathlib.Path) -> Coverage:
     _, splits, sets = _questions(settings)
     with errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
-    return _coverage(settings, tokenizer, {**splits, **sets})
+    return _coverage(settings, tokenizer, _with_sets(splits, sets))
 
 
 def _coverage(settings: Settings, tokenizer, splits) -> Coverage:
-    bounds = (settings.rollout.max_prompt_tokens, settings.evaluate.num_prompts)
+    max_tokens, max_scored = settings.rollout.max_prompt_tokens, settings.evaluate.num_prompts
     with errors_of("tokenizer: "):
-        return coverage(splits, tokenizer.encode_prompt, max_tokens=bounds[0], max_scored=bounds[1])
+        return coverage(
+            splits, tokenizer.encode_prompt, max_tokens=max_tokens, max_scored=max_scored
+        )
 
 
-def _questions(settings: Settings) -> tuple[Task, Splits, Splits]:
-    """The task, its splits, and evaluate.sets as splits; what their rewards do not take is refused."""
+def _with_sets(splits: Splits, sets: Mapping[str, Task]) -> Splits:
+    """The splits of the task, and evaluate.sets as further ones."""
+    return {**splits, **{name: task.examples("test") for name, task in sets.items()}}
+
+
+def _questions(settings: Settings) -> tuple[Task, Splits, dict[str, Task]]:
+    """The task, its splits, and the tasks of evaluate.sets; examples that their rewards do not take are refused."""
 
     def check(name: str, splits: Splits) -> None:
         reward = reward_function(name)
@@ -165,17 +172,15 @@ def _questions(settings: Settings) -> tuple[Task, Splits, Splits]:
             for examples in splits.values():
                 check_reward(reward, examples)
 
-    sets = {}
     with errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)
         check(parts.reward_name_of(settings, task.reward), splits)
     with errors_of(""):
-        others = parts.evaluation_tasks(settings)
-    for name, other in others.items():
+        sets = parts.evaluation_tasks(settings)
+    for name, other in sets.items():
         with errors_of(f"evaluate.sets[{name!r}]: "):
-            sets[name] = other.examples("test")
-            check(other.reward, {name: sets[name]})
+            check(other.reward, {name: other.examples("test")})
     return task, splits, sets
 
 

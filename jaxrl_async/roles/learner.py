@@ -482,8 +482,9 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
         return None
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.same_task_of(settings, workdir)
     split = "validation" if evaluate.num_validation > 0 else "test"
-    parts.check_sets(settings, workdir)
-    sets = parts.evaluation_sets(settings, tokenizer, task, split)
+    tasks = parts.evaluation_tasks(settings)
+    parts.check_sets(settings, workdir, tasks)
+    sets = parts.evaluation_sets(settings, tokenizer, task, split, tasks)
     return Evaluator(workdir, sets, settings=evaluate, temperature=temperature)
 
 

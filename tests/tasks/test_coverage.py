@@ -92,7 +92,9 @@ def test_every_evaluation_set_is_read_and_counted_before_the_start(tmp_path):
     *_, same = coverage.read(tmp_path).splits
     assert (same.name, same.num_questions, same.num_fit) == ("same", 12, 8)
     tokenizer, task = parts.tokenizer_of(settings, tmp_path), parts.task_of(settings)
-    own, named = parts.evaluation_sets(settings, tokenizer, task, "test")
+    own, named = parts.evaluation_sets(
+        settings, tokenizer, task, "test", parts.evaluation_tasks(settings)
+    )
     assert (own.name, named.name, named.coverage["num_questions"]) == ("", "same", 12)
     assert len(named.prompts) == named.num_fit == 8
 

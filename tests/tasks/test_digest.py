@@ -171,7 +171,7 @@ def test_a_set_of_an_evaluation_that_has_changed_is_refused_by_its_name(data, tm
     for call in (
         lambda: machine.prepare(settings, workdir, resume=True),
         lambda: learner.evaluator_of(settings, workdir),
-        lambda: parts.check_sets(settings, workdir, keep=False),
+        lambda: parts.check_sets(settings, workdir, parts.evaluation_tasks(settings), keep=False),
     ):
         with pytest.raises(StartError, match=r"evaluate.sets\['more'\] is not .* is '2\+3='"):
             call()
