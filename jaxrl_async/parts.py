@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of a group's message for each token: 13 of its arrays, and what it has beside them.
+# Bound on the bytes of a group's message for each token: 13 are of its arrays.
 TOKEN_BYTES = 16
 
 

@@ -107,7 +107,7 @@ def is_local(address: str) -> bool:
     return security.is_loopback(address.partition("/")[0].rpartition(":")[0])
 
 
-# Advantages that a group of 1 does not have. The others are 0 in one: runs of before go on, and learn nothing.
+# Advantages that are undefined in a group of 1. The others are 0 there: an earlier run resumes, and learns nothing.
 NEEDS_PEERS = ("grpo", "rloo")
 
 # Waits, each with the longer one that must outlast it: else the longer one ends a run that the shorter would mend.
@@ -120,8 +120,8 @@ _OUTLASTED = (
 
 
 def check_new(s: Settings) -> None:
-    """Refuses for a new run what older ones may have: waits out of order, and a loss that does less than its name says
-    or nothing, with a group of 1.
+    """Refuses for a new run what earlier ones may have: waits out of order, a loss that does less than its name says,
+    and a group of 1, in which every advantage is 0.
 
     Raises:
       SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.

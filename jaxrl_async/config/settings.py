@@ -41,8 +41,8 @@ class Task:
         "`reasoning_gym:DATASET`, `verifiers:ENVIRONMENT` or `openenv:URL`.")
     args: Mapping[str, Any] = setting({}, "Keyword arguments of the task.")
     seed: int = setting(0, "Seed of the shuffled stream of prompts.", at_least=0)
-    changed: bool = setting(False, "Go on where the task's questions are not those that the run began with, and take "
-        "them for the run's; otherwise such a task is refused.", since="0.2.0")
+    changed: bool = setting(False, "Accept a task whose questions differ from those that the run began with, and keep "
+        "them as the run's; False refuses it.", since="0.2.0")
     rewards: Mapping[str, Any] = setting({}, "Rewards whose weighted sum takes the place of the task's own: `{NAME: "
         "weight}`, or `{COMPONENT: (NAME, weight)}`, of names or `module:function`. Those of the largest weight say "
         "which answers are right.", form=forms.rewards, since="0.2.0")
@@ -128,7 +128,7 @@ class Queue:
     chunk_groups: int = setting(0, "Groups of a chunk in mode `periodic`; 0 in the other modes.", at_least=0)
     max_running_groups: int = setting(256, "Groups in progress at once, over all workers.", at_least=1)
     max_bytes: int = setting(256 << 20, "Memory of waiting groups, beyond which no permits are issued.", at_least=1)
-    max_message_bytes: int = setting(16 << 20, "Largest message to the queue, but for a group of whole rows.",
+    max_message_bytes: int = setting(16 << 20, "Largest message to the queue; a group of whole rows may exceed it.",
         at_least=1)
     outage_secs: float = setting(600.0, "Time for which workers and learner retry a queue that does not answer.",
         above=0, infinite=True, since="0.1.0", before=30.0)
@@ -315,7 +315,7 @@ class Learner:
     offload_moments: bool = setting(False, "Keep Adam's moments in the hosts' memory; an update moves those of its "
         "block to the devices and back.", since="0.1.0")
     optimizer: str = setting("adamw", "Optimizer, of optax: learner.adam_* are those of `adamw`, and of `muon` for "
-        "what is no matrix of a layer; `adafactor` has its own.", choices=OPTIMIZERS, since="0.2.0")
+        "parameters that are no matrix of a layer; `adafactor` has its own.", choices=OPTIMIZERS, since="0.2.0")
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", at_least=0)
     schedule: str = setting("constant", "Learning rate after the warm-up: constant, or down to "
         "learner.final_learning_rate after the last of the run's updates.", choices=SCHEDULES, since="0.2.0")

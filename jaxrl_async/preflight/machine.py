@@ -186,7 +186,7 @@ def _questions(settings: Settings) -> tuple[Task, Splits, dict[str, Task]]:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Says, after SLOW_SECS, what is still read."""
+    """Says after SLOW_SECS that it is still read."""
     said = f"{what}: still imported and read after {SLOW_SECS:g} s"
     timer = threading.Timer(SLOW_SECS, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True

@@ -167,7 +167,6 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def _score_table(results: Sequence[Result]) -> str:
     names = next((list(r.after) for r in results if r.after), ["step"])
-    # The intervals over prompts stand in the reports; here are those over seeds.
     columns = [name for of_set in score_names(names).values() for name in of_set]
     head = ["", "finished", "before: greedy", *(f"after: {name}" for name in columns)]
     says = any(r.after and coverage_of(r.after) for r in results)

@@ -81,7 +81,7 @@ class Coverage:
 
 
 def read(workdir: pathlib.Path) -> Coverage | None:
-    """The content of FILE; None in a workdir without it, or with another's."""
+    """The content of FILE; None in a workdir without it, or with one of another form."""
     try:
         found: dict[str, Any] = json.loads((workdir / FILE).read_text(encoding="utf-8"))
         return Coverage(

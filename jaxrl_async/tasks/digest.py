@@ -66,7 +66,7 @@ def read(workdir: pathlib.Path, name: str = "") -> Digest | None:
 
 
 def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: bool = False) -> None:
-    """Stores a digest, whole or not at all; without `replace`, one that is there stays."""
+    """Stores a digest, whole or not at all; without `replace`, an existing one stays."""
     workdir.mkdir(parents=True, exist_ok=True)
     path = file_of(workdir, name)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
