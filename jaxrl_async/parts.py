@@ -259,7 +259,7 @@ def evaluation_sets(
                 prompts[: settings.evaluate.num_prompts],
                 num_fit=len(prompts),
                 num_questions=len(source.examples(part)),
-                runner=runner_of(settings, tokenizer, source),
+                runner=runner_of(of_set, tokenizer, source),
                 # A client of services judges as a pool does.
                 pool=cast(Any, functools.partial(rewards_of, of_set, source.reward)),
                 name=name,

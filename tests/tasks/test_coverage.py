@@ -99,6 +99,17 @@ def test_every_evaluation_set_is_read_and_counted_before_the_start(tmp_path):
     assert len(named.prompts) == named.num_fit == 8
 
 
+def test_task_rewards_decide_on_the_own_split_alone(tmp_path):
+    found = config()
+    found.task.rewards = {"exact": 1.0}
+    found.evaluate.sets = {"same": {"name": f"{__name__}:Sums", "args": {"num": 4}}}
+    settings = settings_of(found)
+    tokenizer, task = parts.tokenizer_of(settings, tmp_path), parts.task_of(settings)
+    tasks = parts.evaluation_tasks(settings)
+    sets = parts.evaluation_sets(settings, tokenizer, task, "test", tasks)
+    assert [one.runner.deciding for one in sets] == [("exact",), ()]
+
+
 def test_the_verb_config_counts_too_or_says_why_not(capsys):
     assert (
         main.main(["config", f"--config={QUICKSTART}", "--config.rollout.max_prompt_tokens=5"]) == 0
