@@ -36,7 +36,6 @@ from jaxrl_async.config.build import (
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
 from jaxrl_async.names import nearest
-from jaxrl_async.preflight import machine
 from jaxrl_async.sweeps.points import Point, Sweep
 
 __all__ = [
@@ -79,6 +78,8 @@ def main(argv: list[str]) -> int:
 
 def _prompts(settings: Settings) -> list[str]:
     """The prompts of each split, in words, or the reason why they cannot be counted here."""
+    from jaxrl_async.preflight import machine  # Its imports would delay every verb.
+
     try:
         with tempfile.TemporaryDirectory() as tokenizer:
             return machine.count_prompts(settings, pathlib.Path(tokenizer)).lines()
