@@ -74,8 +74,11 @@ def _documented(found: object) -> str:
     if dataclasses.is_dataclass(found):
         named = {field.name for field in dataclasses.fields(found)}
         lines = inspect.getsource(found).splitlines()
-        is_kept = lambda line: (m := _FIELD.match(line)) and m[1] in named  # noqa: E731
-        kept = [line[4:] for line in lines if is_kept(line) or line.startswith("    # ")]
+        kept = [
+            line[4:]
+            for line in lines
+            if line.startswith("    # ") or ((match := _FIELD.match(line)) and match[1] in named)
+        ]
         fields = "\n".join(["```python", *kept, "```", "", ""])
     return f"```text\n{inspect.getdoc(found)}\n```\n\n{fields}"
 

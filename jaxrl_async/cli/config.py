@@ -250,10 +250,12 @@ def _found(what: str, file: str) -> pathlib.Path:
       UsageError: neither.
     """
     path = pathlib.Path(file)
+    if path.is_file():
+        return path
     own = {f.relative_to(CONFIGS).with_suffix("").as_posix(): f for f in CONFIGS.glob(OWN[what])}
     name = file.removeprefix("configs/").removesuffix(".py")
-    if path.is_file() or name in own:
-        return path if path.is_file() else own[name]
+    if name in own:
+        return own[name]
     known = nearest(name, own) or f"; the package has {', '.join(sorted(own))}"
     again = "; `train --resume` with a --config writes it again"
     raise UsageError(f"no {what} at {path}{again if path.name == 'config.json' else known}")

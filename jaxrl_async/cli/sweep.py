@@ -124,22 +124,14 @@ def _run(jobs: list[driver.Job], at_once: int) -> int:
 
 
 def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -> int:
-    name = f"sweep-{stem}"
+    name, verb = f"sweep-{stem}", ("sweep", f"--sweep={flags.sweep}", f"--dir={directory}")
     if flags.submit == "jobset":
         for flag in ("image", "claim"):
             if not flags[flag].value:
                 raise UsageError(f"--submit=jobset needs --{flag}")
         # Paths as they were given: the image has its own.
-        command = (
-            "python",
-            "-m",
-            "jaxrl_async",
-            "sweep",
-            f"--sweep={flags.sweep}",
-            f"--dir={directory}",
-        )
         text = submit.jobset_yaml(
-            command,
+            ("python", "-m", "jaxrl_async", *verb),
             name=name,
             directory=str(directory),
             num_points=len(jobs),
@@ -149,10 +141,9 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
         )
         path, then = directory / "jobset.yaml", None
     else:
-        command = (*PROGRAM, "sweep", f"--sweep={flags.sweep}", f"--dir={directory}")
         try:
             text = submit.slurm_script(
-                command,
+                (*PROGRAM, *verb),
                 name=name,
                 directory=str(directory),
                 cwd=str(pathlib.Path.cwd()),

@@ -93,10 +93,10 @@ def command_words(text: str, **values: Any) -> list[str]:
 
 def rewards(of: Mapping[str, Any]) -> None:
     """Refuses task.rewards with a weight that is none, or without one > 0."""
-    weights: list[Any] = [
-        v[-1] if isinstance(v, list | tuple) and len(v) == 2 else v for v in of.values()
-    ]
-    for (name, value), weight in zip(of.items(), weights, strict=True):
+    weights = []
+    for name, value in of.items():
+        weight: Any = value[-1] if isinstance(value, list | tuple) and len(value) == 2 else value
+        weights.append(weight)
         if type(weight) not in (int, float) or not 0 < abs(weight) < math.inf:
             given = f"got {value!r} of {name!r}"
             raise SettingsError(f"must be weights, finite and not 0, or (reward, weight); {given}")

@@ -85,13 +85,12 @@ def reward(rows: Rows) -> list[Figure]:
 def components(rows: Rows) -> list[Figure]:
     """Each component of the reward; those of much other size than 1, as turns or lengths, have a plot of their own."""
     names = sorted({name for row in rows for name in row if name.startswith("component/")})
-    sizes = {name: np.nanmax(np.abs(column(rows, name)), initial=0.0) for name in names}
-    near = {n: n.partition("/")[2] for n in names if sizes[n] <= NEAR_ONE}
+    near, far = {}, {}
+    for name in names:
+        is_near = np.nanmax(np.abs(column(rows, name)), initial=0.0) <= NEAR_ONE
+        (near if is_near else far)[name] = name.partition("/")[2]
     figures = [_lines("Components of the reward, mean of the step", rows, near)]
-    far = (name for name in names if name not in near)
-    figures += [
-        _lines(f"Component {n.partition('/')[2]}", rows, {n: n.partition("/")[2]}) for n in far
-    ]
+    figures += [_lines(f"Component {label}", rows, {name: label}) for name, label in far.items()]
     return _drawn(figures)
 
 

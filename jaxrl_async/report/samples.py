@@ -80,11 +80,9 @@ def by_step(
 def _say_lost(
     workdir: pathlib.Path, name: str, steps: Sequence[int], say: Callable[[str], None]
 ) -> None:
-    last = last_metrics(workdir)
-    if last and max(steps, default=0) < last["step"]:
-        say(
-            f"{name} ends at step {max(steps, default=0)}, metrics.jsonl at {last['step']}: its end is lost."
-        )
+    last, end = last_metrics(workdir), max(steps, default=0)
+    if last and end < last["step"]:
+        say(f"{name} ends at step {end}, metrics.jsonl at {last['step']}: its end is lost.")
 
 
 def _evenly(steps: Sequence[int]) -> Sequence[int]:
