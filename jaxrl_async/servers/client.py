@@ -41,6 +41,7 @@ class InferenceClient:
         tls_ca: str = "",
         run_id: str = "",
         adapters: bool = False,
+        vocab_size: int = Request.vocab_size,
     ):
         """Opens nothing yet.
 
@@ -50,12 +51,13 @@ class InferenceClient:
           tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
           run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
           adapters: the versions are adapters.
+          vocab_size: of the run's model; tokens beyond it are refused.
 
         Raises:
           ValueError: no certificate in tls_ca.
         """
         self._tls = security.client_context(tls_ca) if tls_ca else True
-        self.run_id, self.vocab_size, self._adapters = run_id, Request.vocab_size, adapters
+        self.run_id, self.vocab_size, self._adapters = run_id, vocab_size, adapters
         self._api_key, self._admin_api_key = api_key, admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
         # Address → its server, of the kind that was recognised last or is presumed.
