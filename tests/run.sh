@@ -56,4 +56,7 @@ processes=${JAXRL_TEST_PROCESSES:-3}
 files=0
 for word; do [ ! -f "${word%%::*}" ] || files=$((files + 1)); done
 [ "$files" != 1 ] || processes=0
-"$venv/bin/python" -m pytest --numprocesses="$processes" --dist=loadfile --no-loadscope-reorder "$@"
+options=(--numprocesses="$processes" --dist=loadfile --no-loadscope-reorder)
+options+=(--max-worker-restart=0) # xdist would give a test that ended its process to the next one, again and again.
+case " $* " in *" --long "*) options+=(-o faulthandler_timeout=3600) ;; esac
+"$venv/bin/python" -m pytest "${options[@]}" "$@"

@@ -55,23 +55,30 @@ os.write(1, b"stopped\\n")  # In one piece: the thread that received the signal 
 
 @pytest.fixture
 def listens():
-    """Starts a process that listens to SIGTERM, and stops on it or runs on."""
+    """Starts a process that listens to SIGTERM, and stops on it or runs on; its deadline is WAIT_SECS."""
     started = []
 
-    def start(*, stops=True, hangs=False, grace_secs=600.0):
+    def start(*, stops=True, hangs=False, grace_secs=600.0, sighup=signal.SIG_DFL):
         code = LISTENS.format(stops=stops, hangs=hangs, grace_secs=grace_secs)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        started.append(process)
+        before = signal.signal(signal.SIGHUP, sighup)  # The tests may run under nohup themselves.
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        deadline = threading.Timer(WAIT_SECS, process.kill)
+        deadline.start()
+        started.append((process, deadline))
         assert process.stdout.readline() == "listens\n"
         return process
 
     yield start
-    for process in started:
+    for process, deadline in started:
+        deadline.cancel()
         process.kill()
         process.communicate()
 
@@ -114,11 +121,7 @@ def test_the_grace_period_holds_after_sighup_too(listens):
 
 
 def test_a_process_under_nohup_goes_on(listens):
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = listens()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process = listens(sighup=signal.SIG_IGN)
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.3)
