@@ -230,7 +230,7 @@ class Checkpoints:
         if jax.process_count() > 1:
             failed = multihost_utils.process_allgather(np.int32(error is not None))
             if error is None and np.any(failed):
-                error = ValueError("as another process of the learner found")
+                result, error = None, ValueError("as another process of the learner found")
         if error is not None:
             cause = str(error) or type(error).__name__
             where = self._directory / str(step)
@@ -267,7 +267,9 @@ class Checkpoints:
             return self._manager.restore(step, args=args)["state"]
 
         state = restored(lambda name, leaf: saved[name][1] or leaf.dtype)
-        _check_digests(directory / "state", state, tables)
+        if difference := _difference(directory / "state", state, tables):
+            del state  # An error would hold it, in device memory, while another checkpoint is read.
+            raise ValueError(difference)
         dtypes = [leaf.dtype for leaf in jax.tree.leaves(like)]
         if dtypes != [leaf.dtype for leaf in jax.tree.leaves(state)]:  # A setting changed them.
             state = restored(lambda name, leaf: leaf.dtype)
@@ -409,11 +411,11 @@ def _read_table(directory: pathlib.Path, process: int, step: int) -> dict[str, A
     return table
 
 
-def _check_digests(directory: pathlib.Path, state: Any, tables: list[dict[str, Any]]) -> None:
-    """Raises ValueError, with the names of directory and tensor, where a shard here differs from its digest."""
+def _difference(directory: pathlib.Path, state: Any, tables: list[dict[str, Any]]) -> str:
+    """A sentence, with the names of directory and tensor, where a shard here differs from its digest, else ""."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 
-    def check(name: str) -> None:
+    def of_tensor(name: str) -> str:
         leaf = leaves[name]
         written = dict(p for table in tables for p in table["tensors"][name]["shards"].items())
         shards = {_text(s.index, leaf.shape): s.data for s in leaf.addressable_shards}
@@ -423,15 +425,15 @@ def _check_digests(directory: pathlib.Path, state: Any, tables: list[dict[str, A
             shards = {place: np.asarray(leaf)[_place(place)] for place in written}
         for place, data in shards.items():
             if (found := tensor_digest(np.asarray(data))) != written[place]:
-                raise ValueError(
-                    f"{directory}: tensor {name} has digest {found[:12]}, was written with {written[place][:12]}"
-                )
+                return f"{directory}: tensor {name} has digest {found[:12]}, was written with {written[place][:12]}"
+        return ""
 
-    if tables and jax.process_count() > 1:  # All gather in one order.
-        list(map(check, leaves))
-    elif tables:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            list(pool.map(check, leaves))
+    if not tables:
+        return ""
+    if jax.process_count() > 1:  # All gather in one order.
+        return next(filter(None, list(map(of_tensor, leaves))), "")
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return next(filter(None, pool.map(of_tensor, leaves)), "")
 
 
 def _text(place: Place, shape: tuple[int, ...]) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints: saved states come back, 0 is kept, and a misfit is named."""
 
+import gc
 import json
 import logging
 import shutil
@@ -126,6 +127,17 @@ def test_a_tensor_that_differs_from_its_digest_is_named_with_the_intact_checkpoi
     alter(tmp_path, 2)
     with pytest.raises(CheckpointError, match=r"checkpoint 3, .*checkpoint 1 is intact"):
         open_checkpoints(tmp_path).restore_last(state())
+
+
+def test_the_tensors_of_a_damaged_checkpoint_are_freed_before_another_is_read(tmp_path):
+    fill(tmp_path, 1, 2)
+    alter(tmp_path, 2)
+    checkpoints, like = open_checkpoints(tmp_path), state()
+    gc.collect()
+    before = len(jax.live_arrays())
+    with pytest.raises(CheckpointError, match="params") as raised:
+        checkpoints.restore(2, like)
+    assert len(jax.live_arrays()) == before, raised
 
 
 def test_a_fallback_takes_the_last_intact_checkpoint_and_puts_the_damaged_ones_aside(tmp_path):
