@@ -38,26 +38,18 @@ _PEFT_PLAIN = {  # of adapter_config.json: key → the values at which adapters 
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 _PEFT_READ = {"r", "lora_alpha", "target_modules"}
-_PEFT_IGNORED = {  # What they say changes no logits.
-    *(
-        "task_type",
-        "base_model_name_or_path",
-        "revision",
-        "auto_mapping",
-        "peft_version",
-        "eva_config",
-    ),
-    *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
-}
+_PEFT_IGNORED = set(  # They change no logits.
+    "task_type base_model_name_or_path revision auto_mapping peft_version eva_config inference_mode lora_dropout "
+    "megatron_core qalora_group_size runtime_config".split()
+)
 
 _ROPE_TYPES = {
     "linear": transformer.LinearScaling,
     "llama3": transformer.RopeScaling,
     "yarn": transformer.YarnScaling,
 }
-_ORIGINAL = (
-    "original_max_position_embeddings"  # the key of original_max_tokens; other fields are keys
-)
+# The key of the field original_max_tokens; the other fields have their own names.
+_ORIGINAL = "original_max_position_embeddings"
 
 # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
 _UNSCALED_MAX_TOKENS = 32768
@@ -121,7 +113,7 @@ def read_context_tokens(directory) -> int | None:
     rope = family.rope_of(hf)
     if family.name == "gemma3" or rope.get("rope_type", rope.get("type")) not in ("linear", "yarn"):
         return stated
-    original = rope.get("original_max_position_embeddings") or stated
+    original = rope.get(_ORIGINAL) or stated
     return max(stated, math.floor((rope.get("factor") or 1) * original))
 
 
@@ -383,10 +375,8 @@ class _LazyTensors(Mapping):
 
 def _read_rope_scaling(rope, hf, path):
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))) not in (
-        None,
-        1,
-    ):
+    part = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if part not in (None, 1):
         raise ValueError(f"{path}: partial_rotary_factor {part!r} is unsupported, only 1 is")
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(f"{path}: rope_parameters of {nested} are not those of {hf['model_type']}")
@@ -397,10 +387,7 @@ def _read_rope_scaling(rope, hf, path):
             f"{path}: rope_type {rope_type!r} is not one of {['default', *_ROPE_TYPES]}"
         )
     fields = dataclasses.fields(_ROPE_TYPES[rope_type])
-    keys = {
-        field.name: _ORIGINAL if field.name == "original_max_tokens" else field.name
-        for field in fields
-    }
+    keys = {field.name: _key_of(field.name) for field in fields}
     # In this order transformers looks for the context length before stretching.
     lengths = (hf.get(_ORIGINAL), rope.get(_ORIGINAL), hf.get("max_position_embeddings"))
     rope = rope | {_ORIGINAL: next((length for length in lengths if length), None)}
@@ -428,10 +415,11 @@ def _write_rope_scaling(scaling):
     if scaling is None:
         return None
     (rope_type,) = (name for name, kind in _ROPE_TYPES.items() if type(scaling) is kind)
-    own = {
-        key.replace("original_max_tokens", _ORIGINAL): value for key, value in vars(scaling).items()
-    }
-    return {"rope_type": rope_type} | own
+    return {"rope_type": rope_type} | {_key_of(name): v for name, v in vars(scaling).items()}
+
+
+def _key_of(field):
+    return _ORIGINAL if field == "original_max_tokens" else field
 
 
 def _pieces(params, config):

@@ -99,9 +99,8 @@ def turns(rewards: np.ndarray) -> np.ndarray:
 
     def shifted_in(dtype: Any) -> np.ndarray:
         after = np.where(has, rewards, 0).astype(dtype)[..., ::-1].cumsum(axis=-1)[..., ::-1]
-        return after - np.take_along_axis(
-            after, has.argmax(axis=1)[:, None], axis=1
-        )  # that has the turn
+        first = has.argmax(axis=1)[:, None]  # that has the turn
+        return after - np.take_along_axis(after, first, axis=1)
 
     # Equal ones give exactly 0.
     shifted = np.where(has, _kept(shifted_in(np.float32), shifted_in(np.float64)), np.float32(0))

@@ -218,7 +218,7 @@ def _train(
         reference = checkpoints.restore(0, train_step.abstract_state())[0].params
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     if process == 0:
-        _log_plan(num_bytes, None, settings.checkpoint.grace_secs)
+        _log_plan(*preemption.plan(num_bytes, None, settings.checkpoint.grace_secs))
 
     with contextlib.ExitStack() as stack:
         share = Share(**part, num_minibatches=learner.num_minibatches)
@@ -270,17 +270,13 @@ def _train(
         else:
             forked = bool(damaged)
             versions.resume(version, state, queue.status(), resume_point, forked=forked)
-        # Versions in memory take no room.
-        version_bytes = (
-            0 if isinstance(store, MemoryStore) else _version_bytes(state, weights.dtype)
-        )
+        version_bytes = _version_bytes(state, weights.dtype, store)
         room = disk.Room(settings, workdir, num_bytes, version_bytes)
-        is_low = disk.Watch(room)
+        watch = disk.Watch(room)
         if process == 0:
-            text, fits = room.plan(version)
-            log.log(logging.INFO if fits else logging.WARNING, "%s", text)
+            _log_plan(*room.plan(version))
         agreement = Agreement(
-            lambda: stop_requested() or (process == 0 and is_low()),
+            lambda: stop_requested() or (process == 0 and watch()),
             **part,
             timeout_secs=learner.lease_timeout_secs,
         )
@@ -317,7 +313,7 @@ def _train(
         )
         saves.check(wait=True)
         done = checkpoints.latest() >= learner.num_steps  # The last step is always saved.
-        if is_low.is_low and not done:
+        if watch.is_low and not done:
             raise OSError(errno.ENOSPC, room.error())
         return done
 
@@ -359,17 +355,20 @@ class Saves:
         if written.step:  # Nothing resumes from before checkpoint 0.
             self._checkpointed(self._checkpoints.oldest())
         if self._says:
-            _log_plan(written.num_bytes, written.num_bytes / written.secs, self._grace_secs)
+            rate = written.num_bytes / written.secs
+            _log_plan(*preemption.plan(written.num_bytes, rate, self._grace_secs))
             self._says = False
 
 
-def _version_bytes(state: TrainState, dtype: str) -> int:
+def _version_bytes(state: TrainState, dtype: str, store: WeightStore | MemoryStore) -> int:
+    """Bytes that a version takes on the disk; 0 in a store in memory."""
+    if isinstance(store, MemoryStore):
+        return 0
     return sum(leaf.size for leaf in jax.tree.leaves(state.params)) * jnp.dtype(dtype).itemsize
 
 
-def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) -> None:
-    """Logs whether a checkpoint fits into the grace period; a warning where it does not."""
-    text, fits = preemption.plan(num_bytes, bytes_per_sec, grace_secs)
+def _log_plan(text: str, fits: bool) -> None:
+    """Logs a plan, of a checkpoint in the grace period or of the disk; a warning where it does not fit."""
     log.log(logging.INFO if fits else logging.WARNING, "%s", text)
 
 

@@ -119,14 +119,13 @@ async def _read(
 ) -> tuple[Task, Tokenizer, Any, Runner]:
     """The task, its tokens and the rollout function, read in a thread: a queue in this loop answers meanwhile.
 
-    A user's module may take minutes to import, and the tokens of many prompts as long: the queue is told of the wait.
+    A user's module may take minutes to import, and the tokens of many prompts as long: the queue gets reports of the
+    wait.
     """
 
     def read() -> tuple[Task, Tokenizer, Any, Runner]:
-        tokenizer, task = (
-            parts.tokenizer_of(settings, workdir),
-            parts.same_task_of(settings, workdir),
-        )
+        tokenizer = parts.tokenizer_of(settings, workdir)
+        task = parts.same_task_of(settings, workdir)
         bound = settings.rollout.max_prompt_tokens
         of_train = {"split": "train", "seed": settings.task.seed, "max_prompt_tokens": bound}
         prompts = prompt_stream(task, tokenizer, **of_train)

@@ -102,9 +102,8 @@ def lock(workdir: pathlib.Path) -> Iterator[None]:
 @contextlib.contextmanager
 def watched(workdir: pathlib.Path) -> Iterator[Callable[[], None]]:
     """Yields a function that raises GoneError once the directory, or its config.json, is not there any more."""
-    config = (
-        workdir / "config.json"
-    )  # The first file to go: a directory where roles still write is not removed.
+    # The first file to go: a directory where roles still write is not removed.
+    config = workdir / "config.json"
     descriptor, had_config = os.open(workdir, os.O_RDONLY), config.exists()
 
     def check() -> None:
