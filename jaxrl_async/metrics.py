@@ -216,7 +216,7 @@ def column(rows: Rows, name: str) -> np.ndarray:
 
 
 def score_names(names: Iterable[str]) -> dict[str, list[str]]:
-    """The scores among the names of an evaluation's values, without those of their intervals, by what they are of.
+    """The scores among the names of an evaluation's values, without those of their intervals, by evaluation set.
 
     The key is the names' prefix: "" of the run's own split, "SET/" of one of evaluate.sets.
     """

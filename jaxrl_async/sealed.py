@@ -1,7 +1,7 @@
 """JSON objects with a checksum: a file of the workdir that was altered is named, and not taken for what was written.
 
 A seal is the key "crc", the CRC-32 of the other keys and values. An object without one, of an earlier version or
-written by hand, is read as it is. Knows nothing of the files' contents.
+written by hand, is read as it is. Independent of the files' contents.
 """
 
 import json

@@ -276,7 +276,7 @@ class Checkpoints:
         return state, position
 
     def _remedy(self, step: int, like: Any) -> str:
-        """What to do about a damaged checkpoint: the intact one before it, or else after it."""
+        """The remedy of a damaged checkpoint: the intact one before it, or else after it; each is read to know."""
         steps = self.steps()
         for other in [*(s for s in reversed(steps) if s < step), *(s for s in steps if s > step)]:
             try:

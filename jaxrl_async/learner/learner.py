@@ -536,7 +536,7 @@ class _FailureBudgets:
 
 
 def _last_of(counts: Mapping[str, int], status: QueueStatus) -> str:
-    """What the last return for the most frequent failure said: whose fault it is, the machine's or the user's code."""
+    """The detail of the last return for the most frequent failure: the machine's fault or the user's code's."""
     found = {reason: counts[reason] for reason in counts if reason in status.details}
     reason = max(found, key=found.__getitem__, default=None)
     return "" if reason is None else f"; the last {reason}: {status.details[reason]}"

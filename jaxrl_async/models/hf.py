@@ -399,7 +399,7 @@ def _read_rope_scaling(rope, hf, path):
 
 
 def _yarn_defaults(rope, hf):
-    """What transformers takes for keys that are left out or null."""
+    """`rope` with transformers' values for keys that are left out or null."""
     found = {key: value for key, value in rope.items() if value is not None}
     if "factor" in rope and found.get(_ORIGINAL):
         found.setdefault("factor", hf.get("max_position_embeddings", 0) / found[_ORIGINAL])

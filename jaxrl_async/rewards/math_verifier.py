@@ -85,7 +85,7 @@ def _last_box(text: str) -> str:
 
 
 def _digits(value: Any) -> float:
-    """A bound on the digits of what the evaluation of an expression writes out; infinite beyond any."""
+    """A bound on the digits that the evaluation of an expression writes out; infinite beyond any."""
     if isinstance(value, sympy.Rational):
         return math.log10(max(abs(value.p), value.q))
     if isinstance(value, sympy.Float):
@@ -111,7 +111,7 @@ class _TimeUpError(BaseException):
 
 
 def _in_time(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns; None after MAX_CPU_SECS, in the main thread, and where memory or the stack runs out."""
+    """The result of a function; None after MAX_CPU_SECS, in the main thread, and where memory or the stack runs out."""
     if threading.current_thread() is not threading.main_thread():
         return function(*args)
 

@@ -78,7 +78,7 @@ class StopRequest:
 
 
 class _Output:
-    """A text stream that may be closed at its other end: what cannot be written is dropped."""
+    """A text stream that may be closed at its other end: text that cannot be written is dropped."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

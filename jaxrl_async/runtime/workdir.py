@@ -46,7 +46,7 @@ FIXED = {
 SHAPE = tuple(
     f.name for f in dataclasses.fields(Model) if f.name not in ("path", "dtype", "remat", "lora")
 )
-# Of them, without an effect on any number of the run.
+# Keys within FIXED that a resumed run may change all the same.
 FREE = ("model.remat", "task.changed")
 MISSING = object()  # the value of a key that a config does not have
 
