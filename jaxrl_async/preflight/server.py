@@ -80,5 +80,6 @@ def _readable(address: str) -> Iterator[None]:
     try:
         yield
     except answers.MALFORMED as error:
-        reason = answers.malformed(address, "", error, "answer to the preflight").reason
+        of = "answer to the preflight"
+        reason = answers.malformed(address, "", error, of, retryable=False).reason
         raise UnfitServerError(address, "", reason) from error

@@ -25,7 +25,7 @@ MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, 
 
 
 def malformed(
-    address: str, route: str, error: Exception, of: str = "answer", retryable: bool = True
+    address: str, route: str, error: Exception, of: str = "answer", *, retryable: bool
 ) -> NonsenseError:
     """The error of an answer that one of MALFORMED was raised for."""
     reason = f"malformed {of}: {type(error).__name__}: {str(error)[:_REASON_CHARS]}"

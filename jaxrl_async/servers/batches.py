@@ -82,7 +82,8 @@ class Batches:
         except ServerError as error:
             batch.fail(error)
         except answers.MALFORMED as error:
-            batch.fail(answers.malformed(address, ROUTE, error, "answer to a batch"))
+            of = "answer to a batch"
+            batch.fail(answers.malformed(address, ROUTE, error, of, retryable=True))
         finally:
             # Where this task is cancelled.
             batch.fail(ServerError(address, ROUTE, "the client is closed", retryable=True))

@@ -210,7 +210,7 @@ class InferenceClient:
         try:
             text = await answers.read(response, max_bytes)
         except answers.LongAnswerError as error:
-            raise answers.malformed(address, route, error) from None
+            raise answers.malformed(address, route, error, retryable=True) from None
         return read_answer(response.status, text, address, route)
 
     def headers(self, content: str = "json", *, is_control: bool = False) -> dict[str, str]:

@@ -132,4 +132,4 @@ class HttpKind:
         except ForeignWeightsError as error:
             raise ForeignVersionError(self.address, route, str(error), retryable=True) from error
         except answers.MALFORMED as error:
-            raise answers.malformed(self.address, route, error, of, retryable) from error
+            raise answers.malformed(self.address, route, error, of, retryable=retryable) from error
