@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from jaxrl_async.servers.port import (
     ServerError,
     Servers,
     ServerTimeoutError,
+    seed_of,
 )
 from jaxrl_async.types import NEVER_BIAS
 
@@ -326,17 +326,12 @@ class _Requests:
 
 def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
     """A stable 31-bit hash of (run_seed, prompt_index, sample, attempt)."""
-    return _seed_of(f"{run_seed}/{permit.prompt_index}/{sample}/{permit.attempt}")
+    return seed_of(f"{run_seed}/{permit.prompt_index}/{sample}/{permit.attempt}")
 
 
 def _seed_after(seed: int) -> int:
     """The seed of a token that is drawn again, and of those behind it."""
-    return _seed_of(f"{seed}/again")
-
-
-def _seed_of(key: str) -> int:
-    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+    return seed_of(f"{seed}/again")
 
 
 def _ruled_out(sampling: Mapping[str, Any]) -> list[int]:

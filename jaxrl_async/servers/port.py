@@ -5,6 +5,7 @@ client that recognises kinds and remembers them is a `Servers`.
 """
 
 import dataclasses
+import hashlib
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -85,6 +86,12 @@ class Request:
     # Take tokens of weights that are no version, as before any push, and stamp them 0.
     any_weights: bool = False
     vocab_size: int = 2**31  # Tokens beyond it are refused.
+
+
+def seed_of(key: str) -> int:
+    """A stable 31-bit hash of a text: a seed that every server takes."""
+    digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
 
 ANYTHING = Request("", (), {})  # Completions are checked by themselves alone.

@@ -10,7 +10,6 @@ A vLLM that takes part is started with FLAGS; docs/servers.md says what each is 
 """
 
 import functools
-import hashlib
 import os
 import re
 import uuid
@@ -387,8 +386,7 @@ def stream_seed(seed: int, position: int) -> int:
     vLLM's stream begins anew with each request. A row that goes on in a second request must not get the numbers of
     its first tokens again.
     """
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+    return port.seed_of(f"{seed}/{position}")
 
 
 def _completion(
