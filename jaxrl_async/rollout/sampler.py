@@ -163,7 +163,7 @@ class Sampler:
         **overrides: Any,
     ) -> Completion:
         sampling = self.sampling | {"sampling_seed": requests.seed} | overrides
-        input_ids = np.asarray(tokens).tolist()
+        input_ids, ruled_out = np.asarray(tokens).tolist(), _ruled_out(sampling)
         deadline = self.clock.now() + self.request_timeout_secs
         parts: list[Completion] = []
         reason, detail, failed = "", "", ""
@@ -194,12 +194,12 @@ class Sampler:
                     reason = "foreign_version"
                 elif not isinstance(error, NonsenseError):
                     self.fleet.suspect(address)
-                elif requests.is_blameless:
+                elif self.fleet.fails_several(address):
                     reason = SERVER_FAULT
                 await self._back_off(retry, deadline)
                 retry += 1
                 continue
-            kept = _before(part, _ruled_out(sampling))
+            kept = _before(part, ruled_out)
             is_cut = kept is not part
             redraws = redraws + 1 if is_cut and not len(kept.tokens) else 0
             if redraws > _MAX_REDRAWS:
@@ -251,8 +251,7 @@ class Sampler:
                 try:
                     completion = await call
                 except (NonsenseError, ForeignVersionError):
-                    prompt = requests.permit.prompt_index
-                    requests.is_blameless = self.fleet.failed(address, prompt, fault)
+                    self.fleet.failed(address, requests.permit.prompt_index, fault)
                     raise
                 if completion.finish_reason != "abort":
                     self.fleet.answered(address, fault)
@@ -320,7 +319,6 @@ class _Requests:
     prefix: str  # of their ids
     seed: int
     server: str = ""  # of the last one
-    is_blameless: bool = False  # The server of the last nonsense failed other prompts, too.
     resumes: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
 

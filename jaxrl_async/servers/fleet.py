@@ -198,22 +198,20 @@ class Fleet:
         if fault is not None and self._faults.get(address) is fault:
             del self._faults[address]
 
-    def failed(self, address: str, prompt: int, fault: _Fault | None) -> bool:
+    def failed(self, address: str, prompt: int, fault: _Fault | None) -> None:
         """Notes an answer that is nonsense or of other weights, whose request began with `fault`.
 
         The answers to all requests that ran together are one fault: the server is left for suspect_secs at first, so
         that one odd prompt costs little, and as `distrust` says when it fails its trial.
-
-        Returns:
-          whether it failed several prompts since its last good answer, so that none of them is to blame.
         """
         known = self._faults.get(address)
         if known is fault:
-            self.distrust(address, prompt)
-            if fault is None:
-                self._suspect_until[address] = self._clock() + self._suspect_secs
+            self._leave(address, prompt, 1 if fault is None else DISTRUST_PROBES)
         elif known is not None:
             known.prompts.add(prompt)
+
+    def fails_several(self, address: str) -> bool:
+        """Whether a server failed several prompts since its last good answer, so that none of them is to blame."""
         return address in self._faults and len(self._faults[address].prompts) > 1
 
     def distrust(self, address: str, prompt: int) -> None:
@@ -223,10 +221,13 @@ class Fleet:
         looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_PROBES of them. Then
         it is on trial: it gets one request at a time until one has a good answer.
         """
+        self._leave(address, prompt, DISTRUST_PROBES)
+
+    def _leave(self, address: str, prompt: int, num_probes: int) -> None:
         known = self._faults.get(address)
         prompts = {prompt} | (known.prompts if known else set())
         self._faults[address] = _Fault(self._records.get(address), prompts)
-        self._suspect_until[address] = self._clock() + DISTRUST_PROBES * self._suspect_secs
+        self._suspect_until[address] = self._clock() + num_probes * self._suspect_secs
 
     def describe(self) -> str:
         """One phrase per server, for messages; of many, the counts by state and the first that are not HEALTHY."""

@@ -216,7 +216,7 @@ def test_a_server_that_sampled_with_other_weights_is_left_until_the_table_says_o
 
 def fail(fleet, address, prompt):
     with fleet.serving(address, 5) as fault:
-        return fleet.failed(address, prompt, fault)
+        fleet.failed(address, prompt, fault)
 
 
 def test_a_server_that_answered_nonsense_is_tried_by_one_request_at_a_time():
@@ -245,12 +245,14 @@ def test_the_answers_to_requests_that_ran_together_are_one_fault():
     fleet = make_fleet(clock, a="HEALTHY")
     with contextlib.ExitStack() as running:
         faults = [running.enter_context(fleet.serving(A, 5)) for _ in range(4)]
-        assert not fleet.failed(A, 1, faults[0])
-        assert not fleet.failed(A, 1, faults[1])
+        for fault in faults[:2]:
+            fleet.failed(A, 1, fault)
+            assert not fleet.fails_several(A)
         fleet.answered(A, faults[2])  # It began before the fault.
         assert fleet.state(A) == "SUSPECT"
         clock.now += 5.1
-        assert fleet.failed(A, 2, faults[3])  # another prompt
+        fleet.failed(A, 2, faults[3])  # another prompt
+        assert fleet.fails_several(A)
         assert fleet.route() == A  # The time to the trial stays.
 
 
