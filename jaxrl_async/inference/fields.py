@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxrl_async.inference import sampling
 from jaxrl_async.inference.engine import InvalidRequestError
+from jaxrl_async.servers.completions import integers
 from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.types import NEVER_BIAS
 
@@ -144,13 +145,10 @@ def whole(given: Mapping[str, Any], name: str, low: int, high: int, default: int
 
 def token_ids(found: Any) -> np.ndarray:
     """int32 [P]; the engine bounds them by the vocabulary."""
-    if not isinstance(found, list):
-        raise InvalidRequestError(f"a prompt must be a list of token ids, got {found!r:.80}")
-    low, high = -(2**31), 2**31
-    if set(map(type, found)) - {int} or (found and not low <= min(found) <= max(found) < high):
-        bad = next(i for i in found if type(i) is not int or not low <= i < high)
-        raise InvalidRequestError(f"token id {bad!r:.80} is not a 32-bit integer")
-    return np.array(found, np.int32)
+    try:
+        return np.array(integers("token ids of a prompt", found, start=-(2**31)), np.int32)
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
 
 
 def stop_texts(found: Any) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from jaxrl_async.servers.answers import shown
 from jaxrl_async.servers.port import ANYTHING, Completion, ForeignWeightsError, Request
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
-# Of a token that was drawn: float32 noise leads to none that is less likely than the likeliest by more than e^-40.
-MIN_LOGPROB = -100.0
+MIN_LOGPROB = (
+    -100.0
+)  # A lower one, of a probability below 4e-44, is taken for an error of the server.
 
 
 def read_completion(
@@ -59,7 +60,7 @@ def checked_completion(
     """The arrays of one completion, N tokens. Every value is checked, also its type: a server may answer anything.
 
     Args:
-      output_ids: int [N], of the request's vocabulary, N ≤ its max_new_tokens; none under "abort" alone.
+      output_ids: int32 [N] or a list, of the request's vocabulary, N ≤ its max_new_tokens; none under "abort" alone.
       logprobs: [N], in [MIN_LOGPROB, 0].
       spans: {"version", "start", "end"} of the weights that sampled tokens [start, end).
       finish_reason: "stop" | "length" | "abort".
@@ -72,7 +73,10 @@ def checked_completion(
     """
     if finish_reason not in ("stop", "length", "abort"):
         raise ValueError(f"finish_reason {shown(finish_reason)} is not stop, length or abort")
-    ids = integers("token ids", output_ids, request.vocab_size)
+    if isinstance(output_ids, np.ndarray):  # of an engine in this process
+        ids = output_ids
+    else:
+        ids = np.array(integers("token ids", output_ids, end=request.vocab_size), np.int32)
     count, bound = len(ids), request.sampling_params.get("max_new_tokens")
     if bound is not None and count > bound:
         raise ValueError(f"{count} tokens, and max_new_tokens is {bound}")
@@ -86,19 +90,16 @@ def checked_completion(
         spans = [{"version": adapter, "start": 0, "end": count}]
     run_id = "" if request.any_weights else request.run_id
     versions = _read_versions(spans, count, run_id)
-    return Completion(
-        np.array(ids, np.int32), _read_logprobs(logprobs, count), versions, finish_reason
-    )
+    return Completion(ids, _read_logprobs(logprobs, count), versions, finish_reason)
 
 
-def integers(name: str, values: Any, end: int = Request.vocab_size) -> list[int]:
-    """A list of integers in [0, end): no bools, no floats, no strings."""
-    values = values.tolist() if isinstance(values, np.ndarray) else values
-    if type(values) is not list or not set(map(type, values)) <= {int}:
-        raise ValueError(f"{name} {shown(values)} are no list of integers")
-    if values and not 0 <= min(values) <= max(values) < end:
-        bad = next(value for value in values if not 0 <= value < end)
-        raise ValueError(f"{name}: {shown(bad)} is outside [0, {end})")
+def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> list[int]:
+    """A list of integers in [start, end): no bools, no floats, no strings."""
+    if type(values) is not list:
+        raise ValueError(f"{name} must be a list, got {shown(values)}")
+    if set(map(type, values)) - {int} or (values and not start <= min(values) <= max(values) < end):
+        bad = next(v for v in values if type(v) is not int or not start <= v < end)
+        raise ValueError(f"{name}: {shown(bad)} is no integer in [{start}, {end})")
     return values
 
 

@@ -31,6 +31,8 @@ from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import store as weight_store
 
+INT32 = "[-2147483648, 2147483648)"
+
 
 @pytest.fixture(scope="module")
 def compiled():
@@ -423,10 +425,10 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"sampling_params": {"logit_bias": {"19": -100}}}, "in [0, 18], got 19"),
         ({"input_ids": [1, 19]}, "token id 19 is outside [0, 19)"),
         ({"input_ids": [-1]}, "token id -1 is outside [0, 19)"),
-        ({"input_ids": [2**40]}, f"token id {2**40} is not a 32-bit integer"),
-        ({"input_ids": [1.5]}, "token id 1.5 is not a 32-bit integer"),
-        ({"input_ids": [True]}, "token id True is not"),
-        ({"input_ids": ["1"]}, "token id '1' is not"),
+        ({"input_ids": [2**40]}, f"token ids of a prompt: {2**40} is no integer in {INT32}"),
+        ({"input_ids": [1.5]}, f"token ids of a prompt: 1.5 is no integer in {INT32}"),
+        ({"input_ids": [True]}, "token ids of a prompt: True is no integer"),
+        ({"input_ids": ["1"]}, "token ids of a prompt: '1' is no integer"),
         ({"input_ids": []}, "input_ids must be a list"),
         ({"input_ids": [[]]}, "P ≥ 1"),
         ({"input_ids": "1 2 3"}, "input_ids must be a list"),
@@ -438,7 +440,7 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"return_logprob": "yes"}, "return_logprob must be true or false, got 'yes'"),
         ({"text": "hello"}, "unknown keys: text"),
         ({"input_ids": [[1], [2]], "rid": "r"}, "rid of a batch must be a list of 2, got 'r'"),
-        ({"input_ids": [[1], 2]}, "a prompt must be a list of token ids, got 2"),
+        ({"input_ids": [[1], 2]}, "token ids of a prompt must be a list, got 2"),
         ({"input_ids": [[1], [2]], "rid": ["r", "r"]}, "rid 'r' is already in use"),
     ],
 )

@@ -362,7 +362,11 @@ async def test_padding_is_not_sampled_and_eos_ends(client):
         ("/v1/completions", {"prompt": "1", "stop": [1]}, "stop must be 16 texts at most"),
         ("/v1/completions", {"prompt": "1", "stop": ["1"] * 17}, "stop must be 16 texts at most"),
         ("/v1/completions", {"prompt": "1", "logprobs": 21}, "logprobs must be in [0, 20]"),
-        ("/v1/completions", {"prompt": [1, "2"]}, "token id '2' is not a 32-bit integer"),
+        (
+            "/v1/completions",
+            {"prompt": [1, "2"]},
+            "token ids of a prompt: '2' is no integer",
+        ),
         ("/v1/completions", {"prompt": [[1], "2", 3]}, "a prompt must be a text, got 3"),
         ("/v1/completions", {"prompt": "1", "beams": 2}, "unknown keys: beams"),
         ("/v1/completions", {"prompt": "1", "n": 0}, "n must be in [1, 128], got 0"),
