@@ -202,6 +202,11 @@ def escaped(text: str, *, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
 
 
+def unreadable(error: Exception) -> str:
+    """The refusal of a request whose body did not come whole, on one line."""
+    return f"the body cannot be read: {' '.join(str(error).split())}"
+
+
 def log_to_stderr(form: str) -> None:
     """Makes stderr the log of this process, at INFO, with every line `escaped`."""
     handler = logging.StreamHandler()

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxrl_async import security
 from jaxrl_async.intake.receiver import Answer, Receiver, read_body, refused
 from jaxrl_async.intake.relay import PieceError
 from jaxrl_async.versions import protocol
@@ -32,7 +33,7 @@ def routes(
         try:
             return answered(await receiver.receive(*names, request.content_length, sha256, chunks))
         except web.RequestPayloadError as error:
-            return answered(refused(_unreadable(error)))
+            return answered(refused(security.unreadable(error)))
 
     async def hand_on(request: web.Request) -> web.StreamResponse:
         reading = await receiver.hand_on(request.match_info["version"], request.match_info["file"])
@@ -80,11 +81,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
     try:
         return read_body(await request.read())
     except web.RequestPayloadError as error:
-        raise RequestError(_unreadable(error)) from None
-
-
-def _unreadable(error: Exception) -> str:
-    return f"the body cannot be read: {' '.join(str(error).split())}"
+        raise RequestError(security.unreadable(error)) from None
 
 
 def answered(answer: Answer) -> web.Response:

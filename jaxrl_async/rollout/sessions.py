@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 from aiohttp import web
 
+from jaxrl_async import security
 from jaxrl_async.rollout import chat
 from jaxrl_async.rollout.chat import Call, Choice, RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
