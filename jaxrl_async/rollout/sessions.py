@@ -100,8 +100,7 @@ class Session:
             raise RefusedError(text, param="n")
         with self._counted():
             try:
-                row, builder, read = self._row_of(call)
-                return call, await self._extend(call, row, builder, read)
+                return call, await self._extend(call, *self._row_of(call))
             except RefusedError:
                 raise
             except asyncio.CancelledError:
@@ -164,8 +163,8 @@ class Session:
             self._running.discard(task)
             self._since = self.clock()
 
-    def _row_of(self, call: Call) -> tuple["_Row | None", TrajectoryBuilder, list[int]]:
-        """The row that a call goes on from, the builder to extend, and the tokens that are read before the answer."""
+    def _row_of(self, call: Call) -> tuple["_Row | None", TrajectoryBuilder, list[int], int]:
+        """The row that a call goes on from, the builder to extend, the tokens to read first, and the bound on a row."""
         continued = (row for row in self._open if not row.difference(call))
         row = max(continued, key=lambda row: len(row.keys), default=None)  # The longest of them.
         if row is None and self.agent_rows == "one" and self._all:
@@ -190,7 +189,8 @@ class Session:
         except ValueError as error:
             raise RefusedError(str(error), param="messages") from None
         tokens = builder.tokens + read
-        if not self.context.tokens_left(tokens):
+        left = self.context.tokens_left(tokens)
+        if not left:
             self.is_cut = True
             text = f"no token is left for an answer: {self.context.budget(tokens)}"
             raise RefusedError(text, param="messages", code=CUT)
@@ -201,15 +201,14 @@ class Session:
                 f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
             )
             raise RefusedError(text, code=CUT)
-        self._check_tokens(call, row, tokens)
-        return row, builder, read
+        self._check_tokens(call, row, len(tokens) + left)
+        return row, builder, read, len(tokens) + left
 
-    def _check_tokens(self, call: Call, row: "_Row | None", tokens: Sequence[int]) -> None:
+    def _check_tokens(self, call: Call, row: "_Row | None", most: int) -> None:
         """Ends a session whose rows could have more tokens with a call than its group's message has room for."""
         others = [other for other in self._all if other is not row]
         if self.agent_rows != "all":  # The rows of the last call alone are sent.
             others = []
-        most = len(tokens) + self.context.tokens_left(tokens)
         total = sum(other.max_tokens for other in others) + call.n * most
         # A single row always fits.
         if len(others) + call.n > 1 and total > self.context.max_sample_tokens:
@@ -221,7 +220,12 @@ class Session:
             raise RefusedError(text, param="messages", code=CUT)
 
     async def _extend(
-        self, call: Call, row: "_Row | None", builder: TrajectoryBuilder, read: Sequence[int]
+        self,
+        call: Call,
+        row: "_Row | None",
+        builder: TrajectoryBuilder,
+        read: Sequence[int],
+        max_tokens: int,
     ) -> dict[str, Any]:
         """Samples the answers of a call; its row is taken by it, and left again with each answer."""
         if row is not None:
@@ -242,7 +246,7 @@ class Session:
                 tools=call.tools,
                 sampling=continued.sampling if continued else self._new_sampling(),
                 num_turns=before + 1,
-                max_tokens=len(builder.tokens) + self.context.tokens_left(builder.tokens),
+                max_tokens=max_tokens,
             )
             rows.append(one)
             if continued:
@@ -490,7 +494,7 @@ async def _body(request: web.Request) -> Any:
         text = f"the body must have at most {MAX_BODY_BYTES} bytes, got {request.content_length}"
         raise RefusedError(text, status=413) from None
     except web.RequestPayloadError as error:
-        raise RefusedError(f"the body cannot be read: {' '.join(str(error).split())}") from None
+        raise RefusedError(security.unreadable(error)) from None
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
