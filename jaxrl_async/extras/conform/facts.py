@@ -53,7 +53,7 @@ async def logprobs(subject: Subject, plan: Plan) -> Fact:
         calls = (subject.sample(subject.prompt(i), 24, temperature=temperature) for i in range(8))
         asked = await asyncio.gather(*calls)
         worst[str(temperature)] = await _worst(subject, asked)
-    # So long and so many that a server computes some of them in parts.
+    # Enough of them, of nearly the longest, for a server to compute some in parts.
     length = subject.max_total_tokens - 8
     seeded = (
         subject.sample(subject.prompt(i, length), 8, sampling_seed=i) for i in range(NUM_LONG)

@@ -47,12 +47,12 @@ def main(argv: list[str]) -> int:
         out=("", "a JSON file to write"),
     )
     check(flags, ("server", "model"), _LEAST)
-    for name in ("tolerance", "timeout_secs"):
-        number(name, getattr(flags, name))
+    tolerance = number("tolerance", flags.tolerance)
+    timeout_secs = number("timeout_secs", flags.timeout_secs)
     from jaxrl_async.extras.parity import parity  # Loads JAX.
 
     try:
-        found = asyncio.run(_measure(flags))
+        found = asyncio.run(_measure(flags, tolerance, timeout_secs))
     except parity.ParityError as error:
         print(f"conform: {error}", file=sys.stderr)
         return FAILS
@@ -73,7 +73,7 @@ def table(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-async def _measure(flags) -> dict[str, Any]:
+async def _measure(flags, tolerance: float, timeout_secs: float) -> dict[str, Any]:
     from jaxrl_async.extras.conform import facts
     from jaxrl_async.extras.conform.subject import Subject
     from jaxrl_async.extras.parity import parity
@@ -81,13 +81,12 @@ async def _measure(flags) -> dict[str, Any]:
     from jaxrl_async.servers.port import ServerError
 
     config, _ = parity.read_checkpoint(flags.model, flags.dtype)
-    timeout_secs = float(flags.timeout_secs)
     keys = {
         "api_key": key_named("--api_key_env", flags.api_key_env),
         "admin_api_key": key_named("--admin_api_key_env", flags.admin_api_key_env),
     }
     plan = facts.Plan(
-        tolerance=float(flags.tolerance),
+        tolerance=tolerance,
         num_pushes=flags.num_pushes,
         num_workers=flags.num_workers,
         num_samples=flags.num_samples,
