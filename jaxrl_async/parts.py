@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl_async import sealed
@@ -510,12 +510,15 @@ def first_params_of(
     config: ModelConfig,
     mesh: jax.sharding.Mesh,
     tokenizer: Tokenizer,
-    workdir: pathlib.Path | None = None,
+    read_task: Callable[[], Task] | None = None,
 ) -> Any:
     """Version 0 on a mesh, without adapters: random weights or those at model.path, after the warm start.
 
+    Args:
+      read_task: reads the task of a warm start; None: as `task_of`.
+
     Raises:
-      StartError: with a run's workdir, as `same_task_of`; or the warm start finds no demonstrations.
+      ValueError: the warm start finds no demonstrations.
     """
     from jaxrl_async.learner.warm_start import warm_start
     from jaxrl_async.models import hf, sharding, transformer
@@ -530,7 +533,7 @@ def first_params_of(
     stage = settings.warm_start
     if stage.num_steps == 0:
         return params
-    task = same_task_of(settings, workdir) if workdir else task_of(settings)
+    task = read_task() if read_task else task_of(settings)
     demonstrations = demonstration_tokens(
         task, tokenizer, num=stage.num_demonstrations, max_tokens=stage.row_tokens
     )

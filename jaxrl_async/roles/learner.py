@@ -46,6 +46,7 @@ from jaxrl_async.runtime.workdir import watched
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
+from jaxrl_async.tasks.task import Task
 from jaxrl_async.versions.memory import MemoryStore
 from jaxrl_async.versions.store import WeightStore
 
@@ -88,16 +89,8 @@ def run(
         checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
         # Whatever fails meanwhile: a process that ends while one is written logs errors below the cause.
         with contextlib.closing(checkpoints):
-            return _train(
-                settings,
-                workdir,
-                process,
-                links,
-                checkpoints,
-                resume=resume,
-                fallback=fallback,
-                stop_requested=stop_requested,
-            )
+            learner = _Process(settings, workdir, process, links, checkpoints)
+            return learner.train(resume=resume, fallback=fallback, stop_requested=stop_requested)
 
 
 def set_flags(settings: Settings) -> None:
@@ -178,144 +171,235 @@ class Links:
         }
 
 
-def _train(
-    settings: Settings,
-    workdir: pathlib.Path,
-    process: int,
-    links: Links,
-    checkpoints: Checkpoints,
-    *,
-    resume: bool,
-    fallback: bool,
-    stop_requested: Callable[[], bool],
-) -> bool:
-    learner, weights = settings.learner, settings.weights
-    part = {"process": process, "num_processes": learner.num_processes}
-    tokenizer = parts.tokenizer_of(settings, workdir)
-    config = parts.model_config_of(settings, tokenizer)
-    expected = peers.expected_of(settings, config)
-    is_foreign = process == 0 and links.check(expected)
-    mesh = mesh_of(learner, links.devices)
-    train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
-    version, resume_point, damaged = 0, None, []
-    if resume:
-        version, state, position, damaged = checkpoints.restore_last(
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The state that a learner begins with."""
+
+    state: TrainState
+    version: int = 0  # of the state
+    resume_point: ResumePoint | None = None  # None for a new run
+    forked: bool = False  # Later checkpoints were damaged.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Process:
+    """One process of the learner: `train`, and what it makes, in the order of the calls."""
+
+    settings: Settings
+    workdir: pathlib.Path
+    process: int
+    links: Links
+    checkpoints: Checkpoints
+
+    @property
+    def _part(self) -> dict[str, int]:
+        return {"process": self.process, "num_processes": self.settings.learner.num_processes}
+
+    def train(self, *, resume: bool, fallback: bool, stop_requested: Callable[[], bool]) -> bool:
+        """Trains to the last step, or to a stop; arguments and result as of `run`."""
+        settings, workdir, links = self.settings, self.workdir, self.links
+        tokenizer = parts.tokenizer_of(settings, workdir)
+        config = parts.model_config_of(settings, tokenizer)
+        expected = peers.expected_of(settings, config)
+        is_foreign = self.process == 0 and links.check(expected)
+        mesh = mesh_of(settings.learner, links.devices)
+        train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
+        read_task = functools.cache(functools.partial(parts.same_task_of, settings, workdir))
+        if resume:
+            start = self._restored(train_step, fallback)
+        else:
+            params = self._first_trained(config, mesh, tokenizer, read_task)
+            start = _Start(train_step.init(params))
+            self.checkpoints.save(0, start.state, ResumePoint(0, 0, (), {}, {}).to_json())
+        evaluator = evaluator_of(settings, workdir, read_task) if self.process == 0 else None
+        read_task.cache_clear()  # Frees its questions.
+        base = parts.base_params(settings, workdir, config, mesh)
+        train_step.freeze(base)
+        links.freeze(base)
+        reference = None
+        if settings.loss.needs_reference:  # Of version 0, for a KL penalty.
+            reference = self.checkpoints.restore(0, train_step.abstract_state())[0].params
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state))
+        if self.process == 0:
+            _log_plan(*preemption.plan(num_bytes, None, settings.checkpoint.grace_secs))
+        with contextlib.ExitStack() as stack:
+            share = Share(**self._part, num_minibatches=settings.learner.num_minibatches)
+            queue = stack.enter_context(links.queue(share))
+            identity = self._begin(queue)
+            delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
+            store = links.store(workdir, delay, identity)
+            if self.process == 0:
+                servers = links.servers(identity, expected)
+                stack.callback(servers["transport"].close)
+                own = {"is_resumed": resume, "evaluation": evaluator, **servers}
+                publisher = self._publisher(queue, store, identity, **own)
+                metrics = links.metrics(workdir)
+            else:  # It follows process 0, which alone prunes the store.
+                publisher = follower.FollowerPublisher(queue.watch_version)
+                metrics = follower.FollowerMetrics()
+            kept = SampleWriter(
+                workdir,
+                functools.partial(tokenizer.decode, special=True),
+                per_step=settings.journal.samples_per_step if self.process == 0 else 0,
+                show=metrics.show,
+            )
+            for part_of_run in (kept, metrics, publisher):
+                stack.callback(part_of_run.close)
+            versions = links.versions(
+                publisher,
+                store,
+                config=config,
+                dtype=settings.weights.dtype,
+                base=parts.base_name(settings, workdir) if config.lora else "",
+                timeout_secs=push_deadline_of(settings),
+                delay=delay,
+                score=_score_of(settings, train_step, publisher, is_foreign),
+                **self._part,
+            )
+            timers = Timers()
+            report = functools.partial(_report_status, queue, self.process, timers, publisher)
+            threading.Thread(target=report, name="status", daemon=True).start()
+            version_bytes = _version_bytes(start.state, settings.weights.dtype, store)
+            return self._loop(
+                start,
+                disk.Room(settings, workdir, num_bytes, version_bytes),
+                stop_requested,
+                train_step=train_step,
+                queue=queue,
+                publisher=versions,
+                metrics=metrics,
+                timers=timers,
+                reference=reference,
+                keep_samples=kept.write,
+            )
+
+    def _restored(self, train_step: TrainStep, fallback: bool) -> _Start:
+        version, state, position, damaged = self.checkpoints.restore_last(
             train_step.abstract_state(), fallback=fallback
         )
-        resume_point = ResumePoint.from_json(position)
         for sentence in damaged:
             log.warning("fallback: %s; it is put aside, and a run epoch begins", sentence)
         log.info("resumed at version %d", version)
-    else:
-        params = _first_trained(settings, workdir, config, mesh, tokenizer, **part)
-        state = train_step.init(params)
-        checkpoints.save(0, state, ResumePoint(0, 0, (), {}, {}).to_json())
-    base = parts.base_params(settings, workdir, config, mesh)
-    train_step.freeze(base)
-    links.freeze(base)
-    reference = None
-    if settings.loss.needs_reference:  # Of version 0, for a KL penalty.
-        reference = checkpoints.restore(0, train_step.abstract_state())[0].params
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    if process == 0:
-        _log_plan(*preemption.plan(num_bytes, None, settings.checkpoint.grace_secs))
+        return _Start(state, version, ResumePoint.from_json(position), bool(damaged))
 
-    with contextlib.ExitStack() as stack:
-        share = Share(**part, num_minibatches=learner.num_minibatches)
-        queue = stack.enter_context(links.queue(share))
-        identity = _begin(queue, **part)
-        delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
-        store = links.store(workdir, delay, identity)
-        if process == 0:
-            servers = links.servers(identity, expected)
-            stack.callback(servers["transport"].close)
-            publisher = _publisher(settings, workdir, queue, store, identity, servers, resume)
-            metrics = links.metrics(workdir)
-        else:  # It follows process 0, which alone prunes the store.
-            publisher = follower.FollowerPublisher(queue.watch_version)
-            metrics = follower.FollowerMetrics()
-        kept = SampleWriter(
-            workdir,
-            functools.partial(tokenizer.decode, special=True),
-            per_step=settings.journal.samples_per_step if process == 0 else 0,
-            show=metrics.show,
+    def _first_trained(self, config, mesh, tokenizer, read_task):
+        """The trained parameters of version 0. Of adapters, their base is written first, where no files have it."""
+        settings, workdir = self.settings, self.workdir
+        of_first = (settings, config, mesh, tokenizer, read_task)
+        if not config.lora:
+            return parts.first_params_of(*of_first)
+        if not parts.has_base_files(settings):
+            base, plain = parts.first_params_of(*of_first), dataclasses.replace(config, lora=None)
+            tensors = hf.to_tensors(base, plain, config.lora.base_dtype, part=self.process)
+            if self.process == 0:
+                store = WeightStore(parts.base_directory(settings, workdir).parent, keep=1)
+                store.write(0, tensors, hf.write_config(plain))
+            else:  # It gathers with process 0.
+                list(tensors)
+            processes.barrier("the base is written", timeout_secs=checkpoint.WRITE_TIMEOUT_SECS)
+        if not settings.model.lora.path:
+            return sharding.init_adapters(config, mesh, settings.seed)
+        adapters = hf.read_adapters(settings.model.lora.path, config)
+        return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
+
+    def _begin(self, queue: LearnerQueue) -> Identity:
+        """Starts the learner at the queue, in process 0; all its processes call as one."""
+        begun = queue.begin() if self.process == 0 else None
+        text = processes.share(
+            "identity",
+            begun and f"{begun.run_id} {begun.generation}",
+            num_processes=self.settings.learner.num_processes,
+            timeout_secs=CONNECT_TIMEOUT_SECS + CALL_TIMEOUT_SECS,
         )
-        for part_of_run in (kept, metrics, publisher):
-            stack.callback(part_of_run.close)
-        versions = links.versions(
-            publisher,
-            store,
-            config=config,
-            dtype=weights.dtype,
-            base=parts.base_name(settings, workdir) if config.lora else "",
-            timeout_secs=push_deadline_of(settings),
-            delay=delay,
-            score=_score_of(settings, train_step, publisher, is_foreign),
-            **part,
+        run_id, generation = text.split()
+        queue.join(int(generation))
+        return Identity(run_id, int(generation))
+
+    def _publisher(
+        self, queue: LearnerQueue, store: WeightStore, identity: Identity, **own: Any
+    ) -> Publisher:
+        weights, server = self.settings.weights, self.settings.server
+        return Publisher(
+            server.controls,
+            run_id=identity.run_id,
+            pin=store.pin,
+            announce=queue.publish_version,
+            push_timeout_secs=weights.push_timeout_secs,
+            poll_secs=weights.poll_secs,
+            max_paused=weights.max_paused,
+            start_timeout_secs=server.start_timeout_secs,
+            quorum=server.quorum,
+            discover_secs=server.discover_secs,
+            **own,
         )
-        timers = Timers()
-        report = functools.partial(_report_status, queue, process, timers, publisher)
-        threading.Thread(target=report, name="status", daemon=True).start()
+
+    def _loop(
+        self,
+        start: _Start,
+        room: disk.Room,
+        stop_requested: Callable[[], bool],
+        *,
+        queue: LearnerQueue,
+        publisher: Versions,
+        timers: Timers,
+        **others: Any,
+    ) -> bool:
+        """Publishes the version of the start, and trains from there; further arguments as of `learner.train`."""
+        settings, checkpoints = self.settings, self.checkpoints
         saves = Saves(
             checkpoints,
             queue.checkpointed,
             settings.checkpoint.grace_secs,
             in_background=settings.checkpoint.in_background,
-            says=process == 0,
+            says=self.process == 0,
         )
         # Nothing of a run leaves the learner before checkpoint 0 is on disk.
         saves.check(wait=True)
-        if resume_point is None:
-            versions.publish(version, versions.snapshot(state))
+        version, state, point = start.version, start.state, start.resume_point
+        if point is None:
+            publisher.publish(version, publisher.snapshot(state))
         else:
-            forked = bool(damaged)
-            versions.resume(version, state, queue.status(), resume_point, forked=forked)
-        version_bytes = _version_bytes(state, weights.dtype, store)
-        room = disk.Room(settings, workdir, num_bytes, version_bytes)
+            publisher.resume(version, state, queue.status(), point, forked=start.forked)
         watch = disk.Watch(room)
-        if process == 0:
+        if self.process == 0:
             _log_plan(*room.plan(version))
         agreement = Agreement(
-            lambda: stop_requested() or (process == 0 and watch()),
-            **part,
-            timeout_secs=learner.lease_timeout_secs,
+            lambda: stop_requested() or (self.process == 0 and watch()),
+            **self._part,
+            timeout_secs=settings.learner.lease_timeout_secs,
         )
         with timers("wait_push"):
-            versions.wait(lambda: agreement.should_stop(version + 1, False))
+            publisher.wait(lambda: agreement.should_stop(version + 1, False))
+        with watched(self.workdir) as check_workdir:
 
-        check_workdir = stack.enter_context(watched(workdir))
+            def should_stop(step: int, chunk_arrived: bool) -> bool:
+                check_workdir()
+                saves.check()
+                if chunk_arrived:
+                    gc_freeze("the learner's programs")
+                return agreement.should_stop(step, chunk_arrived)
 
-        def should_stop(step: int, chunk_arrived: bool) -> bool:
-            check_workdir()
-            saves.check()
-            if chunk_arrived:
-                gc_freeze("the learner's programs")
-            return agreement.should_stop(step, chunk_arrived)
+            def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:
+                queue.confirm()  # An elder learner must not overwrite a younger one's checkpoints.
+                saves.save(step, state, resume_point)
 
-        def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:
-            queue.confirm()  # An elder learner must not overwrite a younger one's checkpoints.
-            saves.save(step, state, resume_point)
-
-        learners.train(
-            state,
-            first_step=version + 1,
-            settings=settings,
-            train_step=train_step,
-            pack=Packer(settings.learner, process=process),
-            queue=queue,
-            publisher=versions,
-            save=save,
-            metrics=metrics,
-            timers=timers,
-            reference=reference,
-            should_stop=should_stop,
-            keep_samples=kept.write,
-        )
-        saves.check(wait=True)
-        done = checkpoints.latest() >= learner.num_steps  # The last step is always saved.
-        if watch.is_low and not done:
-            raise OSError(errno.ENOSPC, room.error())
-        return done
+            learners.train(
+                state,
+                first_step=version + 1,
+                settings=settings,
+                pack=Packer(settings.learner, process=self.process),
+                queue=queue,
+                publisher=publisher,
+                save=save,
+                timers=timers,
+                should_stop=should_stop,
+                **others,
+            )
+            saves.check(wait=True)
+            done = checkpoints.latest() >= settings.learner.num_steps  # It is always saved.
+            if watch.is_low and not done:
+                raise OSError(errno.ENOSPC, room.error())
+            return done
 
 
 class Saves:
@@ -372,67 +456,6 @@ def _log_plan(text: str, fits: bool) -> None:
     log.log(logging.INFO if fits else logging.WARNING, "%s", text)
 
 
-def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, tokenizer, **part: int):
-    """The trained parameters of version 0. Of adapters, their base is written first, where no files have it."""
-    if not config.lora:
-        return parts.first_params_of(settings, config, mesh, tokenizer, workdir)
-    if not parts.has_base_files(settings):
-        base = parts.first_params_of(settings, config, mesh, tokenizer, workdir)
-        plain = dataclasses.replace(config, lora=None)
-        tensors = hf.to_tensors(base, plain, config.lora.base_dtype, part=part["process"])
-        if part["process"] == 0:
-            store = WeightStore(parts.base_directory(settings, workdir).parent, keep=1)
-            store.write(0, tensors, hf.write_config(plain))
-        else:  # It gathers with process 0.
-            list(tensors)
-        processes.barrier("the base is written", timeout_secs=checkpoint.WRITE_TIMEOUT_SECS)
-    if not settings.model.lora.path:
-        return sharding.init_adapters(config, mesh, settings.seed)
-    adapters = hf.read_adapters(settings.model.lora.path, config)
-    return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
-
-
-def _begin(queue: LearnerQueue, *, process: int, num_processes: int) -> Identity:
-    """Starts the learner at the queue, in process 0; all its processes call as one."""
-    begun = queue.begin() if process == 0 else None
-    text = processes.share(
-        "identity",
-        begun and f"{begun.run_id} {begun.generation}",
-        num_processes=num_processes,
-        timeout_secs=CONNECT_TIMEOUT_SECS + CALL_TIMEOUT_SECS,
-    )
-    run_id, generation = text.split()
-    queue.join(int(generation))
-    return Identity(run_id, int(generation))
-
-
-def _publisher(
-    settings: Settings,
-    workdir: pathlib.Path,
-    queue: LearnerQueue,
-    store: WeightStore,
-    identity: Identity,
-    servers: dict[str, Any],
-    resume: bool,
-) -> Publisher:
-    weights = settings.weights
-    return Publisher(
-        settings.server.controls,
-        run_id=identity.run_id,
-        pin=store.pin,
-        announce=queue.publish_version,
-        push_timeout_secs=weights.push_timeout_secs,
-        poll_secs=weights.poll_secs,
-        max_paused=weights.max_paused,
-        start_timeout_secs=settings.server.start_timeout_secs,
-        quorum=settings.server.quorum,
-        discover_secs=settings.server.discover_secs,
-        is_resumed=resume,
-        evaluation=evaluator_of(settings, workdir),
-        **servers,
-    )
-
-
 def _scored_of(settings: Settings, run_id: str) -> ScoredPrompts | None:
     """The comparison of servers with scored prompts; None where weights.max_score_error is 0."""
     if not settings.weights.max_score_error:
@@ -474,12 +497,19 @@ def discovery_of(settings: Settings) -> Discovery | None:
     return Discovery(server.discover, scheme=scheme, insecure=settings.security.insecure)
 
 
-def evaluator_of(settings: Settings, workdir: pathlib.Path):
-    """The evaluator of versions during training; None where evaluate.every_steps is 0."""
+def evaluator_of(
+    settings: Settings, workdir: pathlib.Path, read_task: Callable[[], Task] | None = None
+) -> Evaluator | None:
+    """The evaluator of versions during training; None where evaluate.every_steps is 0.
+
+    Args:
+      read_task: reads the run's task; None: as `parts.same_task_of`.
+    """
     evaluate, temperature = settings.evaluate, settings.rollout.temperature
     if not evaluate.every_steps:
         return None
-    tokenizer, task = parts.tokenizer_of(settings, workdir), parts.same_task_of(settings, workdir)
+    task = read_task() if read_task else parts.same_task_of(settings, workdir)
+    tokenizer = parts.tokenizer_of(settings, workdir)
     split = "validation" if evaluate.num_validation > 0 else "test"
     tasks = parts.evaluation_tasks(settings)
     parts.check_sets(settings, workdir, tasks)
