@@ -39,6 +39,7 @@ from jaxrl_async.names import nearest
 from jaxrl_async.sweeps.points import Point, Sweep
 
 __all__ = [
+    "REFUSALS",
     "UsageError",
     "config_of_point",
     "load_config",
@@ -50,6 +51,8 @@ __all__ = [
 ]
 log = logging.getLogger(__name__)
 
+# Errors of the command line, the config or the workdir: a line, and exit code 2.
+REFUSALS = (UsageError, sealed.DamagedError, SettingsError, StartError)
 _JSON = {"true": "True", "false": "False", "null": "None"}
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"  # In a checkout, a link.
 OWN = {"config": "*.py", "sweep": "sweeps/*.py"}

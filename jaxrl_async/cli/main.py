@@ -3,10 +3,8 @@
 import sys
 
 import jaxrl_async
-from jaxrl_async.cli import config as config_lib
-from jaxrl_async.config.fields import SettingsError, StartError
+from jaxrl_async.cli.config import REFUSALS
 from jaxrl_async.names import load, nearest
-from jaxrl_async.sealed import DamagedError
 
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
@@ -67,7 +65,7 @@ def main(argv: list[str]) -> int:
         return BAD_USAGE
     try:
         return load(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}:main"))(rest)
-    except (config_lib.UsageError, DamagedError, SettingsError, StartError) as error:
+    except REFUSALS as error:
         print(f"{verb}: {error}", file=sys.stderr)
         return BAD_USAGE
 

@@ -10,8 +10,13 @@ from collections.abc import Iterator
 
 import ml_collections
 
-from jaxrl_async.cli.config import UsageError, config_of_point, load_sweep, parse_flags
-from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.cli.config import (
+    REFUSALS,
+    UsageError,
+    config_of_point,
+    load_sweep,
+    parse_flags,
+)
 from jaxrl_async.names import nearest
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.sweeps import driver, page, submit
@@ -48,7 +53,7 @@ def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
     try:
         with _interrupts():
             return _main(argv, program)
-    except (UsageError, SettingsError) as error:
+    except REFUSALS as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
