@@ -166,17 +166,7 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
 
 
 def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
-    """`attention` to keys and values in a cache's layout, heads before tokens, which the products read in order.
-
-    Args:
-      q_BTHC: [B, T, H, C].
-      k_BNSC: [B, N, S, C]; N divides H.
-      v_BNSC: [B, N, S, C].
-      mask_BTS: bool [B, T, S], True = may attend; at least one True for each query.
-
-    Returns:
-      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
-    """
+    """`attention` to keys and values in a cache's layout, [B, N, S, C], which the products read in order."""
     B, T, H, C = q_BTHC.shape
     N = k_BNSC.shape[1]
     G = H // N
@@ -200,13 +190,8 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` by JAX's TPU kernel; compiled for another platform it is interpreted, slowly.
 
     The kernel compares one number a token. So a second pass attends to prefixes, and the two are joined by the
-    logarithms of their softmax's sums. A key head is read by its query heads where it lies.
-
-    Args:
-      q_BTHC: [B, T, H, C], T a multiple of 128.
-      k_BTNC: [B, T, N, C]; N divides H.
-      v_BTNC: [B, T, N, C].
-      ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each.
+    logarithms of their softmax's sums. A key head is read by its query heads where it lies. T is a multiple of
+    128, and `ids` have no windows.
     """
     tokens = _tokens_of(*ids)
     if tokens.first is not None:

@@ -39,16 +39,8 @@ def dr_grpo(rewards: Array) -> Array:
 
         A = R − mean_G
 
-    "Understanding R1-Zero-Like Training", Liu et al., arXiv 2503.20783.
-
-    Args:
-      rewards: float [N, G], one row per group.
-
-    Returns:
-      float32 [N, G], NumPy or JAX as the rewards are.
-
-    Raises:
-      ValueError: not [N, G].
+    "Understanding R1-Zero-Like Training", Liu et al., arXiv 2503.20783. Arguments, result and error as of `grpo`, with
+    G ≥ 1.
     """
     return _centred(rewards, min_group_size=1)
 
@@ -59,16 +51,7 @@ def rloo(rewards: Array) -> Array:
         A_i = R_i − mean_{j ≠ i} R_j = (R_i − mean_G)·G / (G − 1)
 
     "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
-    LLMs", Ahmadian et al., arXiv 2402.14740.
-
-    Args:
-      rewards: float [N, G], one row per group, G ≥ 2.
-
-    Returns:
-      float32 [N, G], NumPy or JAX as the rewards are.
-
-    Raises:
-      ValueError: not [N, G], or G = 1, where there are no others.
+    LLMs", Ahmadian et al., arXiv 2402.14740. Arguments, result and error as of `grpo`.
     """
     centred = _centred(rewards, min_group_size=2)
     group_size = centred.shape[1]

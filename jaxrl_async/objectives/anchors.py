@@ -36,13 +36,7 @@ def current(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
         log π_p = sg(log π_θ)
 
     With several minibatches per step nothing would ever be clipped; `LossConfig.check_minibatches` refuses that.
-
-    Args:
-      logprobs: float [B, T], nats.
-      mask: bool [B, T].
-
-    Returns:
-      float32 [B, T], detached, 0 where the mask is False.
+    Arguments and result as of `recompute`.
     """
     return _detached(logprobs, mask)
 
@@ -53,13 +47,7 @@ def behavior(behavior_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
         log π_p = log π_b
 
     "Proximal Policy Optimization Algorithms", Schulman et al., arXiv 1707.06347.
-
-    Args:
-      behavior_logprobs: float [B, T], nats.
-      mask: bool [B, T].
-
-    Returns:
-      float32 [B, T], detached, 0 where the mask is False.
+    Arguments and result as of `recompute`.
     """
     return _detached(behavior_logprobs, mask)
 
@@ -112,20 +100,7 @@ def linear(
 
         π_p = α(d)·π_b + (1 − α(d))·sg(π_θ),    α as in `a3po`
 
-    AReaL's alternative to A-3PO.
-
-    Args:
-      logprobs: float [B, T], nats.
-      behavior_logprobs: float [B, T], nats.
-      staleness: int [B, T], d in steps, ≥ 0 where the mask is True.
-      mask: bool [B, T].
-      fresh: anchor of tokens with d = 0, "behavior" or "current".
-
-    Returns:
-      float32 [B, T], detached, 0 where the mask is False.
-
-    Raises:
-      ValueError: an unknown `fresh`.
+    AReaL's alternative to A-3PO. Arguments, result and error as of `a3po`.
     """
     alpha = _alpha(staleness, fresh)
     log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)

@@ -27,33 +27,17 @@ def k1(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Biased, of low variance, never negative.
+    """Biased, of low variance, ≥ 0; arguments and result as of `k1`.
 
-        x² / 2
-
-    Args:
-      p_logprobs: float [B, T], nats, of the policy that sampled.
-      q_logprobs: float [B, T], nats.
-      mask: bool [B, T].
-
-    Returns:
-      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    x² / 2
     """
     return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
 
 
 def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Unbiased, of low variance, never negative.
+    """Unbiased, of low variance, ≥ 0; arguments and result as of `k1`.
 
-        exp(x) − 1 − x,    of x up to masked.MAX_LOG_RATIO
-
-    Args:
-      p_logprobs: float [B, T], nats, of the policy that sampled.
-      q_logprobs: float [B, T], nats.
-      mask: bool [B, T].
-
-    Returns:
-      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    exp(x) − 1 − x,    of x up to masked.MAX_LOG_RATIO
     """
     x = jnp.minimum(_log_ratio(p_logprobs, q_logprobs, mask), masked.MAX_LOG_RATIO)
     return jnp.expm1(x) - x

@@ -22,7 +22,7 @@ def token(
       logprobs: float [B, T], nats; carries the gradient.
       anchor_logprobs: float [B, T], nats; detached here.
       mask: bool [B, T].
-      segment_ids: unused.
+      segment_ids: int [B, T], in [0, T], of `sequence` alone; equal ids in a row are one trajectory.
 
     Returns:
       float32 [B, T], 1 where the mask is False.
@@ -37,16 +37,7 @@ def sequence(
 
         r_t = exp(mean over the masked tokens j of t's segment of log(π_θ(j) / π_p(j)))
 
-    "Group Sequence Policy Optimization", Zheng et al., arXiv 2507.18071.
-
-    Args:
-      logprobs: float [B, T], nats; carries the gradient.
-      anchor_logprobs: float [B, T], nats; detached here.
-      mask: bool [B, T].
-      segment_ids: int [B, T], in [0, T]; equal ids in a row are one trajectory.
-
-    Returns:
-      float32 [B, T], 1 where the mask is False.
+    "Group Sequence Policy Optimization", Zheng et al., arXiv 2507.18071. Arguments and result as of `token`.
     """
     log_ratio = _log_ratio(logprobs, anchor_logprobs, mask)
     sums = masked.segment_sum(log_ratio, segment_ids)

@@ -56,15 +56,7 @@ def is_clipped(
 
         r > 1 + ε_high and A > 0,    or    r < 1 − ε_low and A < 0,    or    r > c and A < 0
 
-    Args:
-      ratio: float [B, T].
-      advantages: float [B, T].
-      clip_low: ε_low.
-      clip_high: ε_high.
-      dual_clip: c, or None for no dual clip.
-
-    Returns:
-      bool [B, T].
+    Arguments as of `clipped`. Returns bool [B, T].
     """
     above = (ratio > 1.0 + clip_high) & (advantages > 0)
     below = (ratio < 1.0 - clip_low) & (advantages < 0)
@@ -78,12 +70,7 @@ def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
 
         loss = −r·A
 
-    Args:
-      ratio: float [B, T], > 0; carries the gradient.
-      advantages: float [B, T]; detached here.
-
-    Returns:
-      float32 [B, T].
+    Arguments and result as of `clipped`.
     """
     return -ratio * jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
 
