@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from jaxrl_async.tasks.table import library_of
 from jaxrl_async.tasks.task import CUT, Example, check_split
 from jaxrl_async.types import Prompt
 
@@ -58,12 +59,6 @@ class OpenEnv:
         episode = dataclasses.asdict(self) | {"reset": dict(self.reset)}
         return [Example(f"seed {seed}", "", {_KEY: episode | {"seed": seed}}) for seed in seeds]
 
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """The library has none: always raises ValueError."""
-        raise ValueError(
-            f"the task 'openenv:{self.url}' has no demonstrations: warm_start.num_steps must be 0"
-        )
-
 
 async def agent(base_url: str, prompt: Prompt) -> float:
     """Plays one episode; returns the sum of its steps' rewards.
@@ -107,15 +102,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
 
 
 def _library():
-    try:
-        import openai
-        from openenv.core import GenericEnvClient
-    except ImportError as error:
-        raise ValueError(
-            "task.name = 'openenv:…' needs the library OpenEnv ≥ 0.10: pip install 'jaxrl_async[openenv]' "
-            f"({error})"
-        ) from error
-    return GenericEnvClient, openai
+    return library_of("openenv.core", _KEY).GenericEnvClient, library_of("openai", _KEY)
 
 
 def _read(observation: Mapping[str, Any], episode: Mapping[str, Any]) -> str:

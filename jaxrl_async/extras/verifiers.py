@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxrl_async.tasks.table import library_of
 from jaxrl_async.tasks.task import Example, check_split
 from jaxrl_async.types import Prompt
 
@@ -56,12 +57,6 @@ class Verifiers:
         """The tasks of a split, in a seeded order."""
         return self._splits[check_split(split)]
 
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """The library has none: always raises ValueError."""
-        raise ValueError(
-            f"the task 'verifiers:{self.environment}' has no demonstrations: warm_start.num_steps must be 0"
-        )
-
     @property
     def _arguments(self) -> str:
         return json.dumps(
@@ -101,8 +96,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
     where = prompt.metadata.get(_KEY)
     if where is None:
         raise ValueError(f"rollout.agent = {AGENT!r} needs task.name = 'verifiers:ENVIRONMENT'")
-    loaded = _load(where["arguments"])
-    vf = _library()
+    loaded, vf = _load(where["arguments"]), library_of("verifiers.v1", _KEY)
     # An environment for each episode: the servers that `serving` starts are of one base URL, and end with it.
     environment = vf.load_environment(loaded.config)
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="JAXRL_ASYNC_NO_KEY")
@@ -130,7 +124,7 @@ def _load(arguments: str) -> _Loaded:
       ValueError: it cannot be loaded.
     """
     name, num_tasks, given = json.loads(arguments)
-    vf = _library()
+    vf = library_of("verifiers.v1", _KEY)
     try:
         config, seat = _config_of(vf, name, given)
         taskset = vf.load_environment(config).taskset
@@ -143,17 +137,6 @@ def _load(arguments: str) -> _Loaded:
         raise ValueError(
             f"task.name = 'verifiers:{name}' cannot be loaded: {type(error).__name__}: {error}"
         ) from error
-
-
-def _library():
-    try:
-        import verifiers.v1 as vf
-    except ImportError as error:
-        raise ValueError(
-            "task.name = 'verifiers:…' needs the library verifiers ≥ 0.4: pip install 'jaxrl_async[verifiers]' "
-            f"({error})"
-        ) from error
-    return vf
 
 
 def _config_of(vf, name: str, given: Mapping[str, Any]) -> tuple[Any, str]:
