@@ -11,36 +11,15 @@ ROWS = ("data", "fsdp")  # divide the rows of a batch
 COLUMNS = "context"  # divides a row's tokens
 SHARDS = ("fsdp", "context")  # divide parameters
 
-_MESH_AXIS = {  # logical axis → mesh axis
-    "layer": None,
-    "embed": SHARDS,
-    "norm": None,
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-}
-
-_LOGICAL_AXES = {  # parameter → logical axis of each dimension
-    "embedding": ("vocab", "embed"),
-    "blocks.attention_norm.scale": ("layer", "norm"),
-    "blocks.query.kernel": ("layer", "embed", "heads"),
-    "blocks.query.bias": ("layer", "heads"),
-    "blocks.query_norm.scale": ("layer", "norm"),
-    "blocks.key.kernel": ("layer", "embed", "kv_heads"),
-    "blocks.key.bias": ("layer", "kv_heads"),
-    "blocks.key_norm.scale": ("layer", "norm"),
-    "blocks.value.kernel": ("layer", "embed", "kv_heads"),
-    "blocks.value.bias": ("layer", "kv_heads"),
-    "blocks.output.kernel": ("layer", "heads", "embed"),
-    "blocks.attention_post_norm.scale": ("layer", "norm"),
-    "blocks.mlp_norm.scale": ("layer", "norm"),
-    "blocks.gate.kernel": ("layer", "embed", "mlp"),
-    "blocks.up.kernel": ("layer", "embed", "mlp"),
-    "blocks.down.kernel": ("layer", "mlp", "embed"),
-    "blocks.mlp_post_norm.scale": ("layer", "norm"),
-    "final_norm.scale": ("norm",),
-    "head.kernel": ("embed", "vocab"),
+_AXES = {  # parameter, or else the last part of its path → the mesh axes of each dimension
+    "embedding": ("tensor", SHARDS),
+    "blocks.output.kernel": (None, "tensor", SHARDS),
+    "blocks.down.kernel": (None, "tensor", SHARDS),
+    "final_norm.scale": (None,),
+    "head.kernel": (SHARDS, "tensor"),
+    "kernel": (None, SHARDS, "tensor"),  # of the other layers, which are stacked
+    "bias": (None, "tensor"),
+    "scale": (None, None),
 }
 
 
@@ -53,7 +32,7 @@ def of_param(name: str) -> tuple:
     if part in ("lora_a", "lora_b"):
         stack, num_in, num_out = of_param(f"{layer}.kernel")
         return (stack, num_in, None) if part == "lora_a" else (stack, None, num_out)
-    return tuple(_MESH_AXIS[logical_axis] for logical_axis in _LOGICAL_AXES[name])
+    return _AXES.get(name) or _AXES[part]
 
 
 def of_layer(name: str) -> tuple:
