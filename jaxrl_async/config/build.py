@@ -4,6 +4,7 @@ A config file starts from `base_config()`, reads its arg string with `parse_arg`
 JAX.
 """
 
+import copy
 import dataclasses
 import functools
 import types
@@ -80,7 +81,7 @@ def make_settings(config: Mapping[str, Any]) -> Settings:
       SettingsError: each unknown key (with the nearest), wrong type, value outside its bound and contradiction.
     """
     refused: dict[str, str] = {}
-    values = _copied(config)
+    values = copy.deepcopy(dict(config))
     rename_keys(values)
     settings = _build(Settings, values, "", refused)
     refuse([*refused.values(), *contradictions(settings, refused)])
@@ -144,7 +145,7 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
     Raises:
       SettingsError: a key is missing that existed then.
     """
-    values = _copied(config)
+    values = copy.deepcopy(dict(config))
     said = [f"{where}: {line}" for line in rename_keys(values)]
     for key in FIELDS:
         block, name = _block_of(values, key)
@@ -152,7 +153,7 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
             continue
         if key not in ADDED:
             raise SettingsError(f"{where}: missing config key config.{key}")
-        block[name] = _copied(ADDED[key])
+        block[name] = copy.deepcopy(ADDED[key])
         said.append(
             f"{where}: no {key}; read as {ADDED[key]!r}, the value before that setting existed"
         )
@@ -267,12 +268,6 @@ def _fill(config: ml_collections.ConfigDict, base: ml_collections.ConfigDict) ->
             config[key] = default if is_block else base.get_ref(key)  # A reference has its type.
         elif is_block and isinstance(block := config[key], ml_collections.ConfigDict):
             _fill(block, default)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    return value
 
 
 def _has(config: Any, key: str) -> bool:
