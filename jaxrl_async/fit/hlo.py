@@ -9,24 +9,13 @@ import math
 import re
 from collections.abc import Iterator
 
-_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "f64": 8,
-    "s64": 8,
-    "u64": 8,
-}
-_BYTES_OF_OTHERS = 4
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(rf" ({'|'.join(KINDS)})(-start|-done)?\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_ARRAY = re.compile(
+    r"\b[a-z]+(\d*)(?:e\dm\d\w*)?\[([\d,]*)\]"
+)  # bits of a number, none of "pred"; shape
 _CALLED = re.compile(
     r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
     r"|branch_computations=\{([^}]*)\}"
@@ -184,7 +173,7 @@ def _step(condition: list[str], body: list[str]) -> int:
 def _result_bytes(result: str, *, whole: bool) -> int:
     """Bytes of an instruction's result. That of a start is a tuple of operands and results: the larger half."""
     sizes = [
-        math.prod(int(n) for n in shape.split(",") if n) * _BYTES.get(dtype, _BYTES_OF_OTHERS)
-        for dtype, shape in _ARRAY.findall(result)
+        math.prod(int(n) for n in shape.split(",") if n) * -(-int(bits or 8) // 8)
+        for bits, shape in _ARRAY.findall(result)
     ]
     return sum(sizes) if whole else max(sizes, default=0)
