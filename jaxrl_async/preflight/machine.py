@@ -6,6 +6,7 @@ It reads the task, the tokenizer, the model's files, keys, certificates and name
 import concurrent.futures
 import contextlib
 import importlib.util
+import math
 import pathlib
 import socket
 import sys
@@ -36,7 +37,6 @@ def check_access(settings: Settings, role: str, index: int) -> None:
     """Reads the keys and certificates that a role needs, so that errors in them are found before it starts.
 
     Args:
-      settings: the run.
       role: as in `run_role`, or "all".
       index: of the server, rollout worker, reward service or learner process.
 
@@ -76,8 +76,6 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     Writes the config.json that servers started by `server.command` read, where the run has no model.path.
 
     Args:
-      settings: the run.
-      workdir: its directory.
       resume: a run that has begun keeps an evaluate.num_prompts that a new one may not have.
 
     Raises:
@@ -256,12 +254,17 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
             )
         texts = [text for prompt, turns in pairs for text in (prompt, *texts_of(turns))]
     _check_alphabet(settings, "the demonstrations", texts)
-
-    def encode(pair) -> list[int]:
-        return [*tokenizer.encode_prompt(pair[0]), *completion_tokens(tokenizer, pair[1])[0]]
-
-    setting = f"warm_start.row_tokens = {stage.row_tokens}"
-    _check_some_fit(setting, stage.row_tokens, "demonstrations", pairs, encode)
+    shortest = math.inf
+    for prompt, turns in pairs:
+        with errors_of("tokenizer: "):
+            ids = [*tokenizer.encode_prompt(prompt), *completion_tokens(tokenizer, turns)[0]]
+        shortest = min(shortest, len(ids))
+        if shortest <= stage.row_tokens:  # A warning of the roles counts the longer ones.
+            return
+    raise StartError(
+        f"warm_start.row_tokens = {stage.row_tokens} is below the shortest of {len(pairs)} demonstrations, which has "
+        f"{shortest} tokens"
+    )
 
 
 def _check_alphabet(settings: Settings, where: str, texts: Sequence[str]) -> None:
@@ -274,20 +277,6 @@ def _check_alphabet(settings: Settings, where: str, texts: Sequence[str]) -> Non
             f"tokenizer.alphabet = {alphabet!r} lacks {', '.join(map(repr, missing[:8]))}, which {where} of task "
             f"{settings.task.name!r} needs: {text!r:.80}"
         )
-
-
-def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode) -> None:
-    """Refuses a bound below the shortest text; a warning of the roles counts the longer ones."""
-    lengths = []
-    for text in texts:
-        with errors_of("tokenizer: "):
-            lengths.append(len(encode(text)))
-        if lengths[-1] <= bound:
-            return
-    raise StartError(
-        f"{setting} is below the shortest of {len(lengths)} {what}, which has "
-        f"{min(lengths, default=0)} tokens"
-    )
 
 
 def _check_hosts(settings: Settings) -> None:
