@@ -33,8 +33,6 @@ def evaluate(
     """Scores checkpoints of a run on held-out prompts.
 
     Args:
-      settings: the run's settings.
-      workdir: its directory.
       steps: checkpoints; None is the last one.
       sets: as of `parts.evaluation_sets`.
 

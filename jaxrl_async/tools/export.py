@@ -30,8 +30,6 @@ def export(
     Adapters are merged into the weights, or alone are written, in PEFT's format.
 
     Args:
-      settings: the run's settings.
-      workdir: its directory.
       step: the checkpoint; None is the last one.
       out: the directory to write, new or empty.
       dtype: "float32" | "bfloat16", of the tensors.

@@ -129,8 +129,6 @@ def simulate(
     where they have one distribution, in every plan of the same seed and group_size.
 
     Args:
-      plan: the run.
-      lengths: of the completions.
       watch: called with the admission object after every event.
 
     Raises:
@@ -201,7 +199,6 @@ def split(
 
     Args:
       plan: its num_servers is not read; its token_secs is that of learner_devices devices.
-      lengths: of the completions.
       devices: of learner and servers together.
       devices_per_server: ≥ 1.
       learner_devices: ≥ 1.
@@ -630,13 +627,13 @@ class _Run:
 
     def _next_age(self) -> float:
         """The time at which the oldest permit expires."""
-        while self._ages and self._is_over(self._ages[0][1]):
+        while self._ages:
+            at, permit = self._ages[0]
+            group = self._out.get(permit.prompt_index)
+            if group is not None and group.permit == permit:
+                return at
             self._ages.popleft()
-        return self._ages[0][0] if self._ages else math.inf
-
-    def _is_over(self, permit: Permit) -> bool:
-        group = self._out.get(permit.prompt_index)
-        return group is None or group.permit != permit
+        return math.inf
 
     def _stall(self, why: str = "") -> NoReturn:
         step = self._admission.leases.committed_step + 1
