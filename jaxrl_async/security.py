@@ -82,7 +82,7 @@ def read_key(option: str, variable: str) -> str | None:
 
     Args:
       option: the setting that names the variable, for errors. Errors never show the key.
-      variable: its name.
+      variable: its name; or "@PATH" itself.
 
     Raises:
       ValueError: the variable is unset or empty, the file cannot be read, or the key is not one of 1 to MAX_KEY_CHARS
@@ -90,7 +90,8 @@ def read_key(option: str, variable: str) -> str | None:
     """
     if not variable:
         return None
-    key, where = os.environ.get(variable), f"{option} names {variable}, which"
+    key = variable if variable.startswith("@") else os.environ.get(variable)
+    where = f"{option} names {variable}, which"
     if not key:
         raise ValueError(f"{where} is unset or empty here")
     if key.startswith("@"):

@@ -11,6 +11,7 @@ from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.metrics import coverage_of, score_names, score_text
 from jaxrl_async.preflight import machine
 from jaxrl_async.rewards.pool import RewardError
+from jaxrl_async.runtime import keys
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
     config = load_config(str(workdir / "config.json"))
     config.task.changed |= flags[TAKES].value
-    settings = settings_of(config)
+    settings = keys.found(settings_of(config), workdir)
     try:
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)

@@ -1,5 +1,6 @@
 """`status`: who waits for whom in a run, and since when."""
 
+import dataclasses
 import pathlib
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
@@ -7,7 +8,7 @@ from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.calls import BlockingGrpcCalls, QueueError
 from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.runtime import status
+from jaxrl_async.runtime import keys, status
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.progress import score_of
 
@@ -42,7 +43,7 @@ def main(argv: list[str]) -> int:
             "give --queue=HOST:PORT"
         )
     try:
-        found = _ask(address, workdir / "config.json")
+        found = _ask(address, workdir)
     except PermissionError as error:
         raise UsageError(str(error)) from None
     print(status.explain(found, status.processes_of(workdir), step) + score)
@@ -61,12 +62,15 @@ def _ended(how: str, step: int | None, workdir: pathlib.Path) -> str:
     return f"{words[how]}; resume with: {workdirs.resume_command(workdir)}"
 
 
-def _ask(address: str, config: pathlib.Path):
+def _ask(address: str, workdir: pathlib.Path):
     options = dict(
         connect_timeout_secs=CONNECT_SECS, call_timeout_secs=CONNECT_SECS, outage_secs=CONNECT_SECS
     )
-    if config.exists():
-        options |= queue_access_of(settings_of(load_config(str(config))))
+    if (path := workdir / status.CONFIG_FILE).exists():
+        settings = settings_of(load_config(str(path)))
+        asked = dataclasses.replace(settings.queue, address=address)  # perhaps beyond loopback
+        settings = keys.found(dataclasses.replace(settings, queue=asked), workdir)
+        options |= queue_access_of(settings)
     try:
         with LearnerQueue(BlockingGrpcCalls(address, **options)) as queue:
             return queue.status()

@@ -24,7 +24,7 @@ from jaxrl_async.names import nearest
 from jaxrl_async.preflight import machine
 from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import start
-from jaxrl_async.runtime import cluster, supervisor
+from jaxrl_async.runtime import cluster, keys, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest, outputs_may_close
 from jaxrl_async.runtime.progress import score_of
@@ -72,9 +72,11 @@ def main(argv: list[str]) -> int:
     if values.fallback and not values.resume:
         raise UsageError("--fallback goes with --resume")
     settings = settings_of(values.config)
-    machine.check_access(settings, values.role, values.index)
     workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
     supervised = "JAXRL_PARENT" in os.environ
+    if values.role != "all" and not supervised:
+        settings = keys.found(settings, workdir)
+    machine.check_access(settings, values.role, values.index)
     # These write the config.json; the other roles read it.
     begins = values.role in ("all", "learner", "one") and not supervised
     if begins:

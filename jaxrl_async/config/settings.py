@@ -119,7 +119,7 @@ class Queue:
     """The trajectory queue between workers and learner."""
     address: str = setting("", "Address `host:port`; empty for a free loopback port.", form=forms.host_port)
     token_env: str = setting("", "Environment variable that holds the token of every call, or `@PATH` of its file; "
-        "empty for no token, on loopback only.")
+        "empty for one that the run makes for itself, on loopback only (docs/pods.md#keys).")
     tls_cert: str = setting("", "PEM file of the queue's certificate, set with queue.tls_key and queue.tls_ca.")
     tls_key: str = setting("", "PEM file of the private key of queue.tls_cert, which the queue alone reads.")
     tls_ca: str = setting("", "PEM file of the authorities whose certificates the other roles trust.")
@@ -172,7 +172,7 @@ class Server:
         "of server.addresses or all behind one router; empty for server.addresses.", form=forms.url, unique=True)
     speeds: tuple[float, ...] = setting((), "Relative speeds of server.addresses; empty for equal ones.", above=0)
     api_key_env: str = setting("", "Environment variable with the servers' API key, or `@PATH` of its file; empty for "
-        "none.")
+        "none, or one that the run makes for embedded servers that it starts.")
     admin_api_key_env: str = setting("", "Environment variable that holds the API key of the servers' control routes, "
         "or `@PATH` of its file; empty for no key.")
     tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.")

@@ -217,7 +217,7 @@ class _Grpc:
     def _token_error(self) -> PermissionError:
         return PermissionError(
             f"the queue {self._address} asks for a token; this process sent none or a wrong one: queue.token_env must "
-            "name the variable that holds it"
+            "name the variable that holds it. A run that made its own has it in WORKDIR/keys, for its user alone"
         )
 
     def _no_answer(self, limit_secs: float) -> ConnectionError:

@@ -26,7 +26,7 @@ from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import NewSteps, last_metrics
 from jaxrl_async.queue.calls import Glance
 from jaxrl_async.records import QueueStatus
-from jaxrl_async.runtime import disk, status
+from jaxrl_async.runtime import disk, keys, status
 from jaxrl_async.runtime.disk import size
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
@@ -79,7 +79,8 @@ def run(
 
     Args:
       settings: the run.
-      workdir: holds config.json; receives logs/ROLE.log, and roles.json: the processes, or how the run ended.
+      workdir: holds config.json; receives logs/ROLE.log, and roles.json: the processes, or how the run ended; and
+        keys/NAME, where queue or embedded servers have no key of the user's.
       resume: continue from the last checkpoint.
       fallback: as of `learner.run`, at the first start.
       on_step: called with each step after its end, in this thread.
@@ -94,9 +95,12 @@ def run(
       GoneError: the workdir is not there any more.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
-    addresses, found = [f"--config.queue.address={queue_address}"], visible_devices()
-    num_learners = settings.learner.num_processes
-    if in_one_process(settings, found):
+    found, num_learners = visible_devices(), settings.learner.num_processes
+    is_one = in_one_process(settings, found)
+    starts_servers = settings.server.num_started > 0 and not is_one
+    settings = keys.made(settings, workdir, servers=starts_servers)
+    addresses = [f"--config.queue.address={queue_address}", *keys.flags(settings)]
+    if is_one:
         names = learners = ["one"]
         servers = ("in the same process",)
         num_devices = settings.learner.num_devices + settings.server.devices

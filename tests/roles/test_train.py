@@ -13,6 +13,7 @@ import urllib.request
 
 import psutil
 import pytest
+from fixtures import strangers
 from fixtures.runs import (
     FIRST_STEP_TIMEOUT_SECS,
     QUICKSTART,
@@ -164,13 +165,19 @@ def ctrl_c_is_not_ignored():
 
 
 @pytest.mark.usefixtures("ctrl_c_is_not_ignored")
-def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
+def test_a_run_goes_on_whatever_strangers_call_and_ctrl_c_ends_every_process_within_ten_seconds(
+    command, verb, tmp_path
+):
     process = command(
         "train",
         f"--config={QUICKSTART}:smoke",
         "--config.learner.num_steps=100000",
     )
     wait_for_step(tmp_path / "run", 1)
+    commands = strangers.calls(tmp_path / "run", process.pid)
+    wait_for_step(tmp_path / "run", read_metrics(tmp_path / "run")[-1]["step"] + 2)
+    code, shown = verb("status")
+    assert code == 0 and "server http://" in shown, shown
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 5  # four roles, and a reward process
     with pytest.raises(ValueError, match=f"process {process.pid}"), lock(tmp_path / "run"):
@@ -180,6 +187,7 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     assert process.returncode == 1
     assert "--resume" in output
     assert psutil.wait_procs(children, timeout=1)[1] == []
+    strangers.sees_no_key(tmp_path / "run", [*commands, output, shown])
 
 
 def wait_for_words(workdir, role):

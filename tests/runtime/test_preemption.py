@@ -26,11 +26,13 @@ from fixtures.runs import (
 )
 from fixtures.small_learner import flat
 
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.calls import Glance
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.runtime import status
+from jaxrl_async.runtime import keys, status
 from jaxrl_async.runtime.preemption import PREEMPTED, plan
 from jaxrl_async.versions.store import WeightStore
 
@@ -417,7 +419,9 @@ def test_a_learner_that_waits_for_groups_that_never_come_stops_too(command, tmp_
 
 def learner_is_at(workdir):
     """The learner's stage in its last report; "" where it began less than three seconds ago."""
-    with contextlib.closing(Glance(status.address_of(workdir))) as glance:
+    settings = keys.found(settings_of(load_config(str(workdir / "config.json"))), workdir)
+    access = queue_access_of(settings)
+    with contextlib.closing(Glance(status.address_of(workdir), **access)) as glance:
         found = glance()
     waits = [w for role in found.roles if role.role == "learner-0" for w in role.waits]
     return waits[0].what if waits and waits[0].secs > 3 else ""

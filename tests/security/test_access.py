@@ -171,6 +171,7 @@ def test_a_key_comes_from_the_environment_or_from_a_file(monkeypatch, tmp_path):
     (tmp_path / "key").write_text("from-a-file\n")
     monkeypatch.setenv("A_KEY", f"@{tmp_path}/key")
     assert security.read_key("option", "A_KEY") == "from-a-file"
+    assert security.read_key("option", f"@{tmp_path}/key") == "from-a-file"
     assert security.read_key("option", "") is None
 
 
