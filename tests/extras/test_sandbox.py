@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import site
 import socket
 import subprocess
 import sys
@@ -169,6 +170,235 @@ def test_calls_that_pin_memory_or_mark_files_of_the_host_are_refused(box_of_test
     lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
     assert len(lines) == 6
     assert all(line.endswith(" -1 Operation not permitted") for line in lines)
+
+
+@boxed
+def test_a_call_that_the_standard_library_does_not_need_is_refused(box_of_tests):
+    allowed = [*inside._ALLOWED.values(), inside._CLONE]
+    allowed += [numbers for numbers, *_ in inside._ALLOWED_WITH.values()]
+    probes = [
+        (335, -1),
+        (336, -1),
+    ]  # The kernel's own: no filter is asked, and a program that calls one is ended.
+    program = f"""
+        import ctypes
+        libc, nothing = ctypes.CDLL(None, use_errno=True), [ctypes.c_long(-1)] * 6
+        for number in range(600):
+            if number not in {[*map(inside._number, allowed + probes)]}:
+                result = libc.syscall(ctypes.c_long(number), *nothing)
+                if result != -1 or ctypes.get_errno() not in ({inside._EPERM}, {inside._ENOSYS}):
+                    print(number, result, ctypes.get_errno())
+        print("end")
+    """
+    assert box_of_tests.run(textwrap.dedent(program)).stdout == "end\n"
+
+
+@boxed
+def test_an_argument_that_reaches_beyond_the_program_is_refused(box_of_tests):
+    """Locks, leases, watches, hints and keys of files of the host, larger pipes, other families of sockets, names."""
+    program = """
+        import ctypes, os, socket
+        libc = ctypes.CDLL(None, use_errno=True)
+        library, directory = (os.open(path, os.O_RDONLY) for path in (os.__file__, "/"))
+        pipe, page, pair = os.pipe()[0], ctypes.create_string_buffer(4096), socket.socketpair()
+        calls = {
+            "F_GETLK": lambda: libc.fcntl(library, 5, page),
+            "F_SETLEASE": lambda: libc.fcntl(library, 1024, 0),
+            "F_NOTIFY": lambda: libc.fcntl(directory, 1026, 1),
+            "F_SETPIPE_SZ": lambda: libc.fcntl(pipe, 1031, 1 << 20),
+            "F_SET_RW_HINT": lambda: libc.fcntl(library, 1036, page),
+            "FS_IOC_GETFLAGS": lambda: libc.ioctl(library, ctypes.c_ulong(0x80086601), page),
+            "FS_IOC_ADD_ENCRYPTION_KEY": lambda: libc.ioctl(library, ctypes.c_ulong(0xC0506617), page),
+            "PR_SET_DUMPABLE": lambda: libc.prctl(4, 1, 0, 0, 0),
+            "PR_SET_PTRACER": lambda: libc.prctl(0x59616D61, -1, 0, 0, 0),
+            "AF_TIPC": lambda: libc.socketpair(30, 1, 0, page),
+            "abstract name": lambda: libc.bind(pair[0].fileno(), b"\\1\\0\\0name", 7),
+            "execve": lambda: libc.execve(os.__file__.encode(), None, None),
+        }
+        for name, call in calls.items():
+            print(name, call(), os.strerror(ctypes.get_errno()))
+    """
+    lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
+    assert len(lines) == 12
+    assert all(line.endswith(" -1 Operation not permitted") for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [
+        ("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+        ("aarch64", "/usr/include/asm-generic/unistd.h"),
+    ],
+)
+def test_numbers_of_system_calls_are_those_of_the_kernels_header(machine, header, monkeypatch):
+    if not os.path.exists(header):
+        pytest.skip(f"no {header} here: a package of the kernel's headers has it")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", pathlib.Path(header).read_text())
+    numbers = {name: int(number) for name, number in found}
+    numbers["newfstatat"] = numbers.get("newfstatat", numbers.get("fstatat"))
+    monkeypatch.setattr(inside.platform, "machine", lambda: machine)
+    table = inside._ALLOWED | inside._ABSENT | {"pivot_root": inside._PIVOT_ROOT}
+    table |= {"clone": inside._CLONE, "mount_setattr": (inside._MOUNT_SETATTR,) * 2}
+    table |= {name: pair for name, (pair, *_) in inside._ALLOWED_WITH.items()}
+    ours = {name: inside._number(pair) for name, pair in table.items()}
+    assert {name: number for name, number in ours.items() if number != numbers.get(name, -1)} == {}
+
+
+@boxed
+def test_programs_use_the_standard_library_within_the_calls_that_are_allowed(box_of_tests):
+    program = """
+        import asyncio, concurrent.futures, ctypes, faulthandler, mmap, multiprocessing, os, pathlib, random, select
+        import shutil, signal, socket, sqlite3, subprocess, sys, tarfile, tempfile, threading, time, uuid, zipfile
+        threading.stack_size(1 << 20)
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(abs, (-1, 2))) == [1, 2]
+        async def hop(): return await asyncio.to_thread(os.getpid)
+        assert asyncio.run(hop()) == os.getpid()
+        ours, theirs = multiprocessing.get_context("fork").Pipe()
+        child = multiprocessing.get_context("fork").Process(target=theirs.send, args=([3],))
+        child.start(); assert ours.recv() == [3]; child.join()
+        os.mkdir("a"); path = pathlib.Path("a/b"); path.write_text("x"); path.chmod(0o600); os.utime(path)
+        shutil.copytree("a", "c"); shutil.copy2("a/b", "d"); shutil.move("d", "e"); os.symlink("e", "f")
+        assert path.resolve() == pathlib.Path("/tmp/a/b") and os.path.samefile("e", "f") and os.stat("c/b").st_size == 1
+        os.replace("e", "g"); os.link("g", "h"); os.truncate("g", 9); shutil.rmtree("c"); shutil.disk_usage("/tmp")
+        with zipfile.ZipFile("z", "w") as file: file.write("a/b")
+        with tarfile.open("t", "w:gz") as file: file.add("a")
+        with sqlite3.connect("base") as base: base.execute("create table t (x)"); base.commit()
+        with open("g", "r+b") as file, mmap.mmap(file.fileno(), 0) as view: view[0] = 65; view.flush(); os.fsync(file)
+        with tempfile.TemporaryDirectory() as where, tempfile.TemporaryFile() as file: file.write(b"x")
+        one, other = socket.socketpair(); one.sendall(b"y"); assert other.recv(9) == b"y" and not one.shutdown(2)
+        assert select.select([other], [], [], 1)[0] and select.poll() and select.epoll()
+        rung = []; signal.signal(signal.SIGALRM, lambda *_: rung.append(1)); signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while not rung: time.sleep(0.01)
+        faulthandler.enable(); uuid.uuid1(); random.SystemRandom().random(); bytearray(64 << 20)
+        libc, kind = ctypes.CDLL(None), ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        libc.qsort(ctypes.create_string_buffer(9), 9, 1, kind(lambda *_: 0))
+        libc.pthread_self.restype = ctypes.c_void_p
+        held = ctypes.create_string_buffer(64)
+        def attributes(): return libc.pthread_getattr_np(ctypes.c_void_p(libc.pthread_self()), held)
+        assert asyncio.run(asyncio.to_thread(attributes)) == 0
+        try: subprocess.run(["true"])
+        except OSError: pass
+        left_out = {"antigravity", "this", "idlelib", "tkinter", "turtle", "turtledemo", "nt", "winreg", "msvcrt"}
+        for name in sorted({name for name in sys.stdlib_module_names if name[0] != "_"} - left_out):
+            try: __import__(name)
+            except ImportError: pass
+        print(os.cpu_count(), "done")
+    """
+    outcome = box_of_tests.run(textwrap.dedent(program), limits=Limits(wall_secs=60.0))
+    assert outcome.stdout == "2 done\n", outcome
+
+
+# On a host of its own, in namespaces: what is installed there, and how it is set up.
+
+# Makes the host, and goes on as its user with a script. Arguments: directories of packages, the task, the script.
+OTHER_HOST = """
+import ctypes, json, os, signal, socket, struct, sys
+packages, task, script = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+def mount(source, target, kind, flags):
+    if ctypes.CDLL(None, use_errno=True).mount(source, target.encode(), kind, ctypes.c_ulong(flags), None):
+        raise OSError(ctypes.get_errno(), f"mount {target}")
+for place in packages:
+    mount(b"packages", place, b"tmpfs", 0)
+    with open(place + "/made_up_task.py", "w") as file: file.write(task)
+zone = os.path.realpath("/etc/localtime")
+if os.path.exists(zone):
+    with open("zone", "wb") as file: file.write(struct.pack(">4s16x6ii2x4s", b"TZif", 0, 0, 0, 0, 1, 4, 32400, b"JST"))
+    mount(b"zone", zone, None, 4096)
+socket.sethostname("other")
+os.umask(0o027), os.nice(3), os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGALRM])
+user = ["--user", "--map-user=1001", "--map-group=1001"]
+os.execvp("unshare", ["unshare", *user, sys.executable, "-S", "-c", script])
+"""
+TASK = "def f(n):\n    return {3: 1597, 5: 28657}[n]\n"
+
+
+@boxed
+def test_answers_in_a_package_of_the_base_interpreter_help_no_program(tmp_path):
+    programs = {
+        "a solution": TASK,
+        "an import": "import sys\nsys.path += PACKAGES\nfrom made_up_task import f",
+        "a file": """
+            import os
+            found = [os.path.join(where, name) for where, _, names in os.walk("/") for name in names]
+            exec(open(next(path for path in found if "made_up_task" in path)).read())
+            """,
+    }  # fmt: skip
+    packages = [*filter(os.path.isdir, site.getsitepackages([sys.base_prefix]))]
+    if not packages:
+        pytest.skip(f"{sys.base_prefix} has no directory of packages")
+    programs = {
+        name: textwrap.dedent(text).replace("PACKAGES", repr(packages))
+        for name, text in programs.items()
+    }
+    script = f"""
+import json, sys
+from jaxrl_async.extras.programs.code import code
+sys.path += {packages!r}
+import made_up_task
+for name, program in {programs!r}.items():
+    print(name, code(program, {json.dumps(ANSWERS)!r}, {{"limits": {{"wall_secs": 30}}}}))
+"""
+    lines = on_another_host(script, tmp_path, packages).splitlines()
+    assert lines == ["a solution 1.0", "an import 0.0", "a file 0.0"]
+
+
+SURVEY = """
+import ctypes, json, os, signal, socket, sys, time
+def found(call):
+    try: return str(call())
+    except OSError as error: return str(error)
+calls = [socket.gethostname, lambda: os.uname()[:2], os.getpid, os.getppid, os.getpgrp, os.getuid, os.getgid, os.getcwd]
+calls += [lambda: os.umask(0), lambda: os.sched_getaffinity(0), os.cpu_count, os.getloadavg, os.getgroups]
+calls += [lambda: os.nice(0), lambda: os.getpriority(0, 0), lambda: time.localtime(0), lambda: time.tzname]
+calls += [lambda: sorted(os.environ.items()), lambda: os.listdir("/tmp"), lambda: sys.argv, lambda: hash("a")]
+calls += [lambda: [signal.getsignal(number) for number in range(1, 65)], lambda: signal.pthread_sigmask(0, [])]
+calls += [lambda: [ctypes.CDLL(None).shmget(7, 1, 0), ctypes.CDLL(None).syscall(250, 0, -3, 1)]]
+for call in calls: print(found(call))
+"""  # fmt: skip
+
+
+@boxed
+def test_a_program_finds_the_same_on_a_host_that_is_set_up_otherwise(box_of_tests, tmp_path):
+    script = f"""
+from jaxrl_async.extras.programs.sandbox import Sandbox
+import os, time
+with Sandbox() as sandbox: print(os.uname()[1], time.tzname[0], sandbox.run({SURVEY!r}).stdout, end="")
+"""
+    host, zone, survey = on_another_host(script, tmp_path, []).split(" ", 2)
+    assert host == "other" and (zone == "JST" or not os.path.exists("/etc/localtime"))
+    assert survey == box_of_tests.run(SURVEY).stdout and survey.count("\n") == 24
+
+
+def on_another_host(script: str, directory: pathlib.Path, packages: list[str]) -> str:
+    """The stdout of a script, of which the standard library and this package can be imported, on a host of its own."""
+    root = str(pathlib.Path(inside.__file__).parents[3])
+    mapped = ["unshare", "--user", "--map-root-user", "--mount", "--uts"]
+    done = subprocess.run(
+        [*mapped, sys.executable, "-S", "-c", OTHER_HOST, json.dumps(packages), TASK, script],
+        cwd=directory,
+        env=os.environ | {"PYTHONPATH": root, "TZ": ":/etc/localtime", "OTHER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    if done.stderr.startswith("unshare:") and os.environ.get("JAXRL_REQUIRE_BOX") != "1":
+        pytest.skip(f"no namespaces of another host here: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@boxed
+def test_a_program_can_read_the_libraries_whatever_the_umask_of_the_run_is():
+    umask = os.umask(0o077)
+    try:
+        with Sandbox() as made:
+            outcome = made.run("import os, xml.dom.minidom\nprint(oct(os.umask(0)))")
+    finally:
+        os.umask(umask)
+    assert outcome.stdout == "0o22\n", outcome
 
 
 RIGHTS = """

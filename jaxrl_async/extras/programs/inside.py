@@ -12,6 +12,7 @@ A reply has what the program wrote. It has no verdict: no expected answer is in 
 
 import ctypes
 import fcntl
+import functools
 import gc
 import glob
 import io
@@ -54,37 +55,72 @@ _MOUNT_SETATTR = 442  # on every architecture
 
 # Numbers of system calls: x86_64, aarch64; −1 where there is none.
 _AUDIT_ARCHS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_PIVOT_ROOT, _CLONE, _CLONE3 = (155, 41), (56, 220), (435, 435)
-_REFUSED = {
-    # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "process_madvise": (440, 440),
-    # namespaces, mounts, roots
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": _PIVOT_ROOT,
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
-    "mknod": (133, -1), "mknodat": (259, 33), "quotactl": (179, 60), "quotactl_fd": (443, 443),
-    # networks
-    "socket": (41, 198),
-    # memory that no limit counts
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "vmsplice": (278, 75), "splice": (275, 76), "tee": (276, 77),
-    # files of the host, of which another program could see a lock or a watch
-    "flock": (73, 32), "inotify_init": (253, -1), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
-    # the kernel
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "syslog": (103, 116), "acct": (163, 89), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "vhangup": (153, 58), "personality": (135, 92),
-    "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1), "uselib": (134, -1), "lookup_dcookie": (212, 18),
-    "mbind": (237, 235), "set_mempolicy": (238, 237), "migrate_pages": (256, 238), "move_pages": (279, 239),
+_PIVOT_ROOT, _CLONE = (155, 41), (56, 220)
+# What the standard library needs, and libc for it. All others are refused.
+_ALLOWED = {
+    # files
+    "read": (0, 63), "write": (1, 64), "open": (2, -1), "close": (3, 57), "stat": (4, -1), "fstat": (5, 80),
+    "lstat": (6, -1), "lseek": (8, 62), "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65),
+    "writev": (20, 66), "access": (21, -1), "pipe": (22, -1), "dup": (32, 23), "dup2": (33, -1),
+    "sendfile": (40, 71), "fsync": (74, 82), "fdatasync": (75, 83), "truncate": (76, 45), "ftruncate": (77, 46),
+    "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "rename": (82, -1), "mkdir": (83, -1),
+    "rmdir": (84, -1), "creat": (85, -1), "link": (86, -1), "unlink": (87, -1), "symlink": (88, -1),
+    "readlink": (89, -1), "chmod": (90, -1), "fchmod": (91, 52), "umask": (95, 166), "statfs": (137, 43),
+    "fstatfs": (138, 44), "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13),
+    "getdents64": (217, 61), "openat": (257, 56), "mkdirat": (258, 34), "newfstatat": (262, 79),
+    "unlinkat": (263, 35), "renameat": (264, 38), "linkat": (265, 37), "symlinkat": (266, 36),
+    "readlinkat": (267, 78), "fchmodat": (268, 53), "faccessat": (269, 48), "utimensat": (280, 88),
+    "dup3": (292, 24), "pipe2": (293, 59), "preadv": (295, 69), "pwritev": (296, 70), "renameat2": (316, 276),
+    "copy_file_range": (326, 285), "statx": (332, 291),
+    # memory
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216),
+    "msync": (26, 227), "madvise": (28, 233),
+    # time and readiness
+    "poll": (7, -1), "select": (23, -1), "pause": (34, -1), "nanosleep": (35, 101), "getitimer": (36, 102),
+    "alarm": (37, -1), "setitimer": (38, 103), "gettimeofday": (96, 169), "getrusage": (98, 165),
+    "times": (100, 153), "time": (201, -1), "clock_gettime": (228, 113), "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115), "epoll_wait": (232, -1), "epoll_ctl": (233, 21), "pselect6": (270, 72),
+    "ppoll": (271, 73), "epoll_pwait": (281, 22), "epoll_create1": (291, 20),
+    # signals
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "kill": (62, 129),
+    "rt_sigpending": (127, 136), "rt_sigtimedwait": (128, 137), "rt_sigsuspend": (130, 133),
+    "sigaltstack": (131, 132), "tkill": (200, 130), "restart_syscall": (219, 128), "tgkill": (234, 131),
+    # processes and threads
+    "sched_yield": (24, 124), "getpid": (39, 172), "fork": (57, -1), "vfork": (58, -1), "exit": (60, 93),
+    "wait4": (61, 260), "uname": (63, 160), "getrlimit": (97, 163), "getuid": (102, 174), "getgid": (104, 176),
+    "geteuid": (107, 175), "getegid": (108, 177), "setpgid": (109, 154), "getppid": (110, 173),
+    "getpgrp": (111, -1), "setsid": (112, 157), "getresuid": (118, 148), "getresgid": (120, 150),
+    "getpgid": (121, 155), "getsid": (124, 156), "capget": (125, 90), "setrlimit": (160, 164),
+    "gettid": (186, 178), "futex": (202, 98), "set_tid_address": (218, 96), "exit_group": (231, 94),
+    "waitid": (247, 95), "set_robust_list": (273, 99), "prlimit64": (302, 261), "getrandom": (318, 278),
+    "rseq": (334, 293), "close_range": (436, 436),
+    # the pairs of sockets that asyncio wakes itself by
+    "sendto": (44, 206), "recvfrom": (45, 207), "shutdown": (48, 210), "getsockname": (51, 204),
+    "getpeername": (52, 205), "getsockopt": (55, 209),
 }  # fmt: skip
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x50000, 0x80000000
-_EPERM, _ENOSYS = 1, 38
+# Allowed with these values of an argument alone: numbers, index of the argument, values.
+_ALLOWED_WITH = {
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_SETLK, F_SETLKW, F_DUPFD_CLOEXEC
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 6, 7, 1030)),
+    # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, FICLONE
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)),
+    # PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS
+    "prctl": ((157, 167), 0, (15, 16, 21, 23, 39)),
+    "socketpair": ((53, 199), 0, (socket.AF_UNIX,)),
+}
+# Refused as what the kernel lacks, so that libc makes do with other calls; so are numbers from _FIRST_NEW on.
+_ABSENT = {
+    "sched_getaffinity": (204, 123), "membarrier": (324, 283), "preadv2": (327, 286), "pwritev2": (328, 287),
+    "clone3": (435, 435),
+}  # fmt: skip
+_FIRST_NEW = 437  # openat2; those of x86_64's x32 are larger still
+_ERRNO, _EPERM, _ENOSYS = 0x50000, 1, 38
+_RETURNS = {
+    "allow": 0x7FFF0000,
+    "refuse": _ERRNO | _EPERM,
+    "absent": _ERRNO | _ENOSYS,
+    "kill": 0x80000000,
+}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -162,6 +198,7 @@ def main(descriptor: int) -> None:
         send(channel, {"error": str(error)})
         return
     send(channel, {})
+    _filter_program()
     gc.freeze()  # Its pages are shared with what is forked.
     while True:
         select.select([channel], [], [])
@@ -193,6 +230,7 @@ def _enter(channel: socket.socket) -> None:
         raise SandboxError("the map of users of a user namespace was not written")
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWNET | _NEWCGROUP
     _checked("mount, network, IPC and UTS namespaces (unshare)", _libc.unshare(flags))
+    _forget_host()
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("sandbox", _OUTER_ROOT, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=256,mode=755")
     for source in _sources():
@@ -206,6 +244,16 @@ def _enter(channel: socket.socket) -> None:
     _checked("a root of its own (umount)", _libc.umount2(b".", _MNT_DETACH))
     os.chdir("/")
     _set_attributes("/", _ATTR_RDONLY | _ATTR_NOSUID)
+
+
+def _forget_host() -> None:
+    """Puts constants in the place of names and settings of the host that programs would inherit."""
+    os.umask(0o022)  # By the host's, the program's user might not read what is made here.
+    for name in ("sethostname", "setdomainname"):
+        _checked(name, getattr(_libc, name)(b"sandbox", len(b"sandbox")))
+    os.environ["TZ"] = "UTC0"
+    time.tzset()
+    del os.environ["TZ"]  # libc keeps the zone: a program has no file of another.
 
 
 def _sources() -> list[str]:
@@ -367,6 +415,10 @@ def _become_program(request: dict, pipes: dict[str, tuple[int, int]]) -> None:
     *high, status = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH) for number in given]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # nohup and shells may have it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     num_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.chdir("/tmp")
     for name, value in request["limits"].items():
@@ -389,7 +441,7 @@ def _become_program(request: dict, pipes: dict[str, tuple[int, int]]) -> None:
 
 
 def _filter_calls() -> None:
-    """Refuses the system calls of _REFUSED from here on, and namespaces of clone."""
+    """Refuses from here on the system calls that are not allowed, and namespaces of clone."""
     code = _filter_program()
     buffer = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
@@ -397,26 +449,30 @@ def _filter_calls() -> None:
     _checked("seccomp", _libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(2), program, 0, 0))
 
 
+@functools.cache
 def _filter_program() -> bytes:
     """The filter as classic BPF: struct seccomp_data has the call's number at 0, the architecture at 4, args at 16."""
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    machine = platform.machine()
-    refused = [number for number in map(_number, _REFUSED.values()) if number >= 0]
+    labels_of = {_number(numbers): "allow" for numbers in _ALLOWED.values()}
+    labels_of |= {_number(numbers): "absent" for numbers in _ABSENT.values()}
+    labels_of |= {_number(numbers): name for name, (numbers, *_) in _ALLOWED_WITH.items()}
+    labels_of[_number(_CLONE)] = "clone"
+    ends = [labels_of.get(number, "refuse") for number in range(_FIRST_NEW)]
     # (code, label where it holds, label where it does not, operand); None is the next line.
-    lines = [(load, None, None, 4), (equal, None, "kill", _AUDIT_ARCHS[machine])]
-    lines.append((load, None, None, 0))
-    if machine == "x86_64":  # The numbers of x32 are these and a bit.
-        lines.append((at_least, "absent", None, 0x40000000))
-    lines += [(equal, "refuse", None, number) for number in refused]
-    lines.append((equal, "flags", None, _number(_CLONE)))
-    lines.append((equal, "absent", None, _number(_CLONE3)))  # libc falls back to clone
-    names = ("allow", "refuse", "absent", "kill", "flags")
-    labels = {name: len(lines) + i for i, name in enumerate(names)}
-    returns = (_ALLOW, _ERRNO | _EPERM, _ERRNO | _ENOSYS, _KILL)
-    lines += [(give, None, None, value) for value in returns]
-    lines += [(load, None, None, 16), (any_bit, None, "end", _NAMESPACES)]
-    lines += [(give, None, None, _ERRNO | _EPERM), (give, None, None, _ALLOW)]
-    labels["end"] = len(lines) - 1
+    lines = [(load, None, None, 4), (equal, None, "kill", _AUDIT_ARCHS[platform.machine()])]
+    lines += [(load, None, None, 0), (at_least, "absent", None, _FIRST_NEW)]
+    starts = [n for n in range(_FIRST_NEW) if n == 0 or ends[n] != ends[n - 1]]
+    lines += [(at_least, ends[start], None, start) for start in reversed(starts)]
+    labels = {}
+    for name, (_, index, values) in _ALLOWED_WITH.items():
+        labels[name] = len(lines)
+        lines.append((load, None, None, 16 + 8 * index))
+        lines += [(equal, "allow", None, value) for value in values]
+        lines.append((give, None, None, _RETURNS["refuse"]))
+    labels["clone"] = len(lines)
+    lines += [(load, None, None, 16), (any_bit, "refuse", "allow", _NAMESPACES)]
+    labels |= {name: len(lines) + i for i, name in enumerate(_RETURNS)}
+    lines += [(give, None, None, value) for value in _RETURNS.values()]
     code = b""
     for i, (operation, true, false, operand) in enumerate(lines):
         jumps = [labels[label] - i - 1 if label else 0 for label in (true, false)]

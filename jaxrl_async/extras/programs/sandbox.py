@@ -28,6 +28,7 @@ LATE_SECS = 5.0  # beyond the bound on a program, after which the sandbox itself
 USER = 1000  # in the sandbox, without rights
 # That user on the host, where the host's is root: limits on processes do not bind root.
 NOBODY = 65534
+_NUM_CPUS = 2  # that a program counts; before Python 3.13, libc's guess where it may not count
 _HASH_SEED = "0"  # so that a program prints its sets in one order every time
 
 
@@ -76,8 +77,9 @@ class Sandbox:
         self._channel, theirs = socket.socketpair()
         with theirs:
             # In this process's group, so that what ends the group ends it. -S: no site packages.
+            options = ["-P", "-s", "-S", "-X", f"cpu_count={_NUM_CPUS}"]
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-S", inside.__file__, str(theirs.fileno())],
+                [sys.executable, *options, inside.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
