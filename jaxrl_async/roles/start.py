@@ -11,7 +11,7 @@ from jaxrl_async import parts
 from jaxrl_async.config.checks import check_new, warnings
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
-from jaxrl_async.runtime import supervisor
+from jaxrl_async.runtime import libraries, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers.descriptors import raise_open_file_limit
@@ -46,7 +46,7 @@ def begin(
     fallback: bool = False,
     process: int = 0,
 ) -> bool:
-    """Checks the workdir, prints the changes to a resumed run, and writes config.json.
+    """Checks the workdir, prints the changes to a resumed run, and writes config.json and the libraries' versions.
 
     Args:
       config: written to the workdir, with the shape of the model at model.path.
@@ -74,9 +74,11 @@ def begin(
         print(reason)
         return False
     if process == 0:
-        for line in [*changes, *(f"warning: {text}" for text in warnings(settings))]:
+        changed = filter(None, (*warnings(settings), libraries.changes(workdir)))
+        for line in [*changes, *(f"warning: {text}" for text in changed)]:
             print(line, flush=True)
         workdirs.write_config(workdir, _with_shape(config, settings))
+        libraries.record(workdir, max(workdirs.checkpoint_steps(workdir), default=0))
     return True
 
 

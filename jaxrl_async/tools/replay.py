@@ -27,6 +27,7 @@ from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.runtime import libraries
 from jaxrl_async.runtime.workdir import checkpoint_steps
 from jaxrl_async.tasks import digest
 
@@ -79,6 +80,8 @@ def replay(
       StartError: the task is not the run's.
     """
     _check_task(settings, workdir)
+    if found := libraries.changes(workdir):
+        log.warning("%s", found)
     journal = pathlib.Path(settings.journal.path or workdir / "journal.sqlite")
     reader = JournalReader(journal)
     known = set(checkpoint_steps(workdir))
