@@ -10,17 +10,19 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jaxrl_async import security
 
-CLIENT_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # The service bounds the messages.
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default is two minutes.
-    ("grpc.enable_http_proxy", 0),
-]
+PING_SECS = 10.0  # interval of pings, and deadline of their answer: then a connection is given up
+
+
+def client_options() -> list[tuple[str, int]]:
+    """Options of a channel."""
+    return [
+        ("grpc.max_receive_message_length", -1),  # The service bounds the messages.
+        ("grpc.max_send_message_length", -1),
+        *_pings(),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),  # The default is two minutes.
+        ("grpc.enable_http_proxy", 0),
+    ]
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -33,9 +35,20 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Both bounds equal: between a soft and a hard one gRPC refuses at random.
         ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
-        # Clients ping every ten seconds, also during a wait.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        *_pings(),
+        # Clients ping during a wait, too.
+        ("grpc.http2.min_ping_interval_without_data_ms", int(500 * PING_SECS)),
+    ]
+
+
+def _pings() -> list[tuple[str, int]]:
+    """Options of both sides: a peer that vanishes ends no connection."""
+    return [
+        ("grpc.keepalive_time_ms", int(1000 * PING_SECS)),
+        ("grpc.keepalive_timeout_ms", int(1000 * PING_SECS)),
+        ("grpc.http2.ping_timeout_ms", int(1000 * PING_SECS)),  # Without it a ping waits 60 s.
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
     ]
 
 
@@ -92,8 +105,8 @@ def channel_credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
 def channel(library: Any, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
     """A channel to "host:port": of `grpc` for blocking calls, of `grpc.aio` for asynchronous ones."""
     if credentials is None:
-        return library.insecure_channel(address, options=CLIENT_OPTIONS)
-    return library.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+        return library.insecure_channel(address, options=client_options())
+    return library.secure_channel(address, credentials, options=client_options())
 
 
 class Stub:

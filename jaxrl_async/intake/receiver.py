@@ -20,7 +20,7 @@ from jaxrl_async import security
 from jaxrl_async.intake.copy import Copy, Source
 from jaxrl_async.intake.pause_lease import PauseLease
 from jaxrl_async.intake.prepared import Prepared, Weights
-from jaxrl_async.intake.relay import PieceError, Reading, Relay, SourceError
+from jaxrl_async.intake.relay import PieceError, Reading, Relay, SourceError, until_silence
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions.layout import NoRoomError
@@ -235,7 +235,8 @@ class Receiver:
         _check_names(version, name)
         if num_bytes is None:
             raise RequestError(f"an upload needs Content-Length, {name} has none")
-        await self._relay.receive(version, name, chunks, Piece(num_bytes, sha256))
+        piece = Piece(num_bytes, sha256)
+        await self._relay.receive(version, name, until_silence(chunks, name), piece)
         return 200, {"success": True, "message": f"stored {num_bytes} bytes of {name}"}
 
     async def hand_on(self, version: str, name: str) -> Reading | Answer:

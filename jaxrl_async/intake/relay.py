@@ -26,6 +26,7 @@ from jaxrl_async.versions.protocol import Piece
 
 CHUNK_BYTES = 1 << 18
 STALL_SECS = 5.0  # without a byte, after which a piece is asked of another server
+SENDER_SECS = 120.0  # without a byte of a piece, after which its sender is taken for lost
 
 
 class PieceError(ValueError):
@@ -245,6 +246,19 @@ class _Arrival:
                     f"no byte of {self.name} arrived here for {STALL_SECS:g} s"
                 ) from None
         return self.part
+
+
+async def until_silence(chunks: AsyncIterator[bytes], name: str) -> AsyncIterator[bytes]:
+    """The chunks; raises PieceError where none comes for SENDER_SECS: a sender that vanishes ends no connection."""
+    while True:
+        try:
+            async with asyncio.timeout(SENDER_SECS):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise PieceError(f"no byte of {name} came for {SENDER_SECS:g} s") from None
+        yield chunk
 
 
 async def _whole(stream: BinaryIO) -> AsyncGenerator[bytes, None]:

@@ -179,7 +179,8 @@ class Sampler:
                 if self.clock.now() < deadline:  # This process was stopped meanwhile.
                     await self._abort(rid)
                     continue
-                raise RolloutError("timeout", str(error)) from error
+                reason = SERVER_FAULT if self.fleet.fails_several(address) else "timeout"
+                raise RolloutError(reason, str(error)) from error
             # This process's fault: no server is suspect, no try is lost.
             except OutOfFilesError as error:
                 if self.clock.now() > deadline:
@@ -246,10 +247,15 @@ class Sampler:
             )
         )
         self._calls[rid] = call
+        is_silent = self.fleet.silence(address)
         try:
             with self.fleet.serving(address, num_tokens) as fault:
                 try:
                     completion = await call
+                except ServerTimeoutError:
+                    if is_silent() and self.clock.now() >= deadline:
+                        self.fleet.failed(address, requests.permit.prompt_index, fault)
+                    raise
                 except (NonsenseError, ForeignVersionError):
                     self.fleet.failed(address, requests.permit.prompt_index, fault)
                     raise

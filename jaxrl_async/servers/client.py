@@ -27,6 +27,7 @@ from jaxrl_async.servers.port import (
 )
 from jaxrl_async.servers.probes import LostAnswerError, Probes
 
+CONNECT_SECS = 10.0  # bound on a connection: a host that is gone refuses none
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -231,7 +232,7 @@ class InferenceClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request over the session; an error of its connection is a ServerError."""
         assert self._session is not None, "the client is not open"
-        timeout = aiohttp.ClientTimeout(total=timeout_secs)
+        timeout = aiohttp.ClientTimeout(total=timeout_secs, sock_connect=CONNECT_SECS)
         options = {"data": body, "headers": headers, "timeout": timeout, "allow_redirects": False}
         send = functools.partial(self._session.request, method, address + route, **options)
         try:
@@ -246,6 +247,9 @@ class InferenceClient:
                     response = await send()
             async with response:
                 yield response
+        except aiohttp.ConnectionTimeoutError:
+            reason = f"no connection within {CONNECT_SECS:g} s"
+            raise ServerError(address, route, reason, retryable=True) from None
         except TimeoutError:
             raise no_answer(address, route, timeout_secs) from None
         except aiohttp.ClientConnectorCertificateError as error:

@@ -75,6 +75,8 @@ class Fleet:
         self._suspect_until: dict[str, float] = {}
         self._outstanding: collections.Counter[str] = collections.Counter()
         self._faults: dict[str, _Fault] = {}
+        self._answers: collections.Counter[str] = collections.Counter()  # good ones
+        self._num_answers = 0  # of all servers together
         self._v_pub: int | None = None  # published when the table was sent
         self._newest_v_pub: int | None = None  # as the queue said last
         self._reported: dict[str, int] = {}  # the outstanding tokens that the queue knows
@@ -195,11 +197,21 @@ class Fleet:
 
     def answered(self, address: str, fault: _Fault | None) -> None:
         """Notes a good answer. It ends a fault that was known when its request began."""
+        self._answers[address] += 1
+        self._num_answers += 1
         if fault is not None and self._faults.get(address) is fault:
             del self._faults[address]
 
+    def silence(self, address: str) -> Callable[[], bool]:
+        """A function: whether other servers have answered since this call, and this one has not.
+
+        Its connections to this process are lost, perhaps, while it answers the publisher's probes.
+        """
+        own, num = self._answers[address], self._num_answers
+        return lambda: self._answers[address] == own and self._num_answers > num
+
     def failed(self, address: str, prompt: int, fault: _Fault | None) -> None:
-        """Notes an answer that is nonsense or of other weights, whose request began with `fault`.
+        """Notes an answer that is nonsense or of other weights, or a silence; its request began with `fault`.
 
         The answers to all requests that ran together are one fault: the server is left for suspect_secs at first, so
         that one odd prompt costs little, and as `distrust` says when it fails its trial.

@@ -5,76 +5,16 @@ import contextlib
 import random
 
 import pytest
+from fixtures.network import Proxy
 from fixtures.queues import SOUND_AUDIT, group, learner_of, served, worker_of
 
+from jaxrl_async import rpc
 from jaxrl_async.queue.journal import Journal, JournalReader
+from jaxrl_async.records import ServerRecord
 
 TIMEOUTS = dict(connect_timeout_secs=30.0, call_timeout_secs=30.0, outage_secs=30.0)
 HANG_SECS = 240.0
-
-
-class Proxy:
-    """Passes TCP connections on; breaks all of them, or holds their bytes back, at random moments."""
-
-    def __init__(self, target: str, rng: random.Random, *, every_secs: float):
-        host, _, port = target.rpartition(":")
-        self._target, self._rng, self._every_secs = (host, int(port)), rng, every_secs
-        self._writers: set[asyncio.StreamWriter] = set()
-        self._open = asyncio.Event()
-        self._open.set()
-        self.num_broken = self.num_stalled = 0
-
-    @contextlib.asynccontextmanager
-    async def served(self):
-        server = await asyncio.start_server(self._pass, "127.0.0.1", 0)
-        trouble = asyncio.create_task(self._make_trouble())
-        try:
-            yield "{}:{}".format(*server.sockets[0].getsockname())
-        finally:
-            trouble.cancel()
-            self._open.set()
-            self._break()
-            server.close()
-
-    async def _make_trouble(self):
-        while True:
-            await asyncio.sleep(self._rng.expovariate(1 / self._every_secs))
-            if self._rng.random() < 0.5:
-                self._break()
-            else:
-                self.num_stalled += 1
-                self._open.clear()
-                await asyncio.sleep(self._rng.random() * self._every_secs)
-                self._open.set()
-
-    def _break(self):
-        self.num_broken += bool(self._writers)
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _pass(self, reader, writer):
-        try:
-            far_reader, far_writer = await asyncio.open_connection(*self._target)
-        except OSError:
-            writer.close()
-            return
-        both = {writer, far_writer}
-        self._writers |= both
-        try:
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
-        except (ConnectionError, OSError):
-            pass
-        finally:
-            self._writers -= both
-            for one in both:
-                one.transport.abort()
-
-    async def _copy(self, reader, writer):
-        while data := await reader.read(65536):
-            await self._open.wait()
-            writer.write(data)
-            await writer.drain()
-        writer.close()
+SLOW = {"delay_secs": 0.01, "cuts": True, "drop_share": 0.1}
 
 
 async def work(address: str, name: str, rng: random.Random):
@@ -113,14 +53,17 @@ def learn(address: str, num_steps: int) -> list[int]:
     return trained
 
 
-@pytest.mark.parametrize("num_steps", [150, pytest.param(5000, marks=pytest.mark.long)])
-async def test_nothing_is_lost_when_connections_break(num_steps, tmp_path):
+@pytest.mark.parametrize(
+    ("num_steps", "network"),
+    [(150, {}), (40, SLOW), pytest.param(5000, {}, marks=pytest.mark.long)],
+)
+async def test_nothing_is_lost_when_connections_break(num_steps, network, tmp_path):
     rng, path = random.Random(0), tmp_path / "journal"
     journal = Journal(path, batch_groups=4)
     limit_secs = HANG_SECS + 0.2 * num_steps
     values = dict(max_staleness=2, permit_timeout_secs=60.0)
     async with served(journal=journal, hang_secs=limit_secs, **values) as target:
-        proxy = Proxy(target, rng, every_secs=0.15)
+        proxy = Proxy(target, rng, every_secs=0.15, **network)
         async with proxy.served() as address:
             workers = [
                 asyncio.create_task(work(address, f"w{i}", random.Random(i))) for i in range(3)
@@ -137,3 +80,61 @@ async def test_nothing_is_lost_when_connections_break(num_steps, tmp_path):
     reader = JournalReader(path)
     assert reader.audit() == SOUND_AUDIT
     assert [reader[i].prompt_index for i in range(len(reader))] == trained
+
+
+@contextlib.asynccontextmanager
+async def clients_behind_a_proxy(monkeypatch, **timeouts):
+    """A proxy before a queue, its address, and a worker's and the learner's client."""
+    monkeypatch.setattr(rpc, "PING_SECS", 0.4)
+    async with served(max_staleness=2) as target:
+        proxy = Proxy(target, random.Random(0))
+        async with proxy.served() as address, worker_of(address, **timeouts) as worker:
+            learner = learner_of(address, **timeouts)
+            await asyncio.to_thread(learner.__enter__)  # The proxy answers meanwhile.
+            try:
+                yield proxy, address, worker, learner
+            finally:
+                learner.__exit__()
+
+
+async def test_a_peer_that_vanishes_is_let_go_of_and_its_calls_are_made_again(monkeypatch):
+    async with clients_behind_a_proxy(monkeypatch) as (proxy, _, worker, learner):
+        await asyncio.to_thread(learner.publish_version, 0, ())
+        (first,) = await worker.admit(1, 5.0, worker="w")
+        tables = worker.watch_fleet()
+        assert await anext(tables) == ()
+        table = asyncio.create_task(anext(tables))
+        leased = asyncio.create_task(asyncio.to_thread(lease, learner))
+        await asyncio.sleep(0.1)
+        proxy.lose(for_good=False)
+        assert await worker.submit(group(first)) == "held"
+        for permit in await worker.admit(3, 5.0, worker="w", working_on=[first]):
+            assert await worker.submit(group(permit)) == "held"
+        assert [one.prompt_index for one in await leased] == [0, 1, 2, 3]
+        server = ServerRecord("http://a", "HEALTHY", 0)
+        await asyncio.to_thread(learner.publish_version, 1, [server])
+        assert await table == (server,)
+        async with asyncio.timeout(HANG_SECS):
+            while proxy.num_lost("near") or proxy.num_lost("far"):
+                await asyncio.sleep(0.05)
+        await tables.aclose()
+
+
+def lease(learner):
+    return [one for chunk in learner.lease(1, HANG_SECS, lambda: None) for one in chunk.groups]
+
+
+async def test_a_queue_that_vanishes_for_good_is_named_by_its_clients(monkeypatch):
+    short = {"call_timeout_secs": 0.5, "outage_secs": 1.0}
+    async with clients_behind_a_proxy(monkeypatch, **short) as (proxy, address, worker, learner):
+        proxy.lose(for_good=True)
+        named = f"at the queue {address} is (not answered|unavailable) for 1 s"
+        with pytest.raises((TimeoutError, ConnectionError), match=f"Admit {named}"):
+            await worker.admit(1, 0.2, worker="w")
+        with pytest.raises((TimeoutError, ConnectionError), match=f"Status {named}"):
+            await asyncio.to_thread(learner.status)
+        with pytest.raises(ConnectionError, match=f"answers at {address} within 1 s"):
+            await anext(worker.watch_fleet())
+        unopened = learner_of(address, connect_timeout_secs=0.5)
+        with pytest.raises(ConnectionError, match=f"answers at {address} within 0.5 s"):
+            await asyncio.to_thread(unopened.__enter__)
