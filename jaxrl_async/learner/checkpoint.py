@@ -81,10 +81,13 @@ class Checkpoints:
             },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation,
-                cleanup_tmp_directories=remove_unfinished,
                 async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_SECS),
             ),
         )
+        if remove_unfinished and jax.process_index() == 0:
+            # The manager would do it in a thread, which a process that ends soon interrupts with a traceback.
+            for unfinished in ocp.path.step.all_temporary_paths(self._directory):
+                shutil.rmtree(unfinished.get())
         self._writing: tuple[int, concurrent.futures.Future[Written]] | None = None
         self._failed = False
 

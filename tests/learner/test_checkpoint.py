@@ -303,6 +303,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path)
     assert [path.name for path in directory.glob("2*")] not in ([], ["2"])  # the unfinished one
     assert workdir.checkpoint_steps(tmp_path) == [1]
     successor = Checkpoints(directory, keep=1, remove_unfinished=True)
+    assert [path.name for path in directory.iterdir()] == ["1"]
     restored, _ = successor.restore(successor.latest(), {"w": jnp.zeros(4)})
     np.testing.assert_array_equal(restored["w"], np.ones(4))
     successor.save(2, restored, {})
