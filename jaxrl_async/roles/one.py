@@ -12,7 +12,7 @@ import functools
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import grain  # noqa: F401  Its import makes those of other threads lazy meanwhile, which breaks JAX: before they start.
@@ -46,14 +46,7 @@ STOP_SECS = 5.0  # bound on the end of queue and workers
 SWITCH_SECS = 0.0005
 
 
-def run(
-    settings: Settings,
-    workdir: pathlib.Path,
-    *,
-    resume: bool,
-    fallback: bool = False,
-    stop_requested: Callable[[], bool],
-) -> bool:
+def run(settings: Settings, workdir: pathlib.Path, **how: Any) -> bool:
     """Runs every role until the learner is done; arguments and result as of `learner.run`.
 
     Raises:
@@ -78,16 +71,8 @@ def run(
             engine.start()
             stack.callback(engine.close, timeout_secs=ENGINE_STOP_SECS)
         others = stack.enter_context(_Others(settings, workdir, engines))
-        return learner.run(
-            settings,
-            workdir,
-            process=0,
-            coordinator="",
-            resume=resume,
-            fallback=fallback,
-            stop_requested=stop_requested,
-            links=_DirectLinks(settings, others, engines, lock, of_learner),
-        )
+        links = _DirectLinks(settings, others, engines, lock, of_learner)
+        return learner.run(settings, workdir, process=0, coordinator="", links=links, **how)
 
 
 def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:

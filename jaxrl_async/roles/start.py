@@ -3,7 +3,7 @@
 import asyncio
 import pathlib
 import time
-from collections.abc import Callable
+from typing import Any
 
 import ml_collections
 
@@ -94,15 +94,7 @@ def _with_shape(config: ml_collections.ConfigDict, settings: Settings) -> ml_col
     return config
 
 
-def run(
-    settings: Settings,
-    *,
-    workdir: pathlib.Path,
-    resume: bool,
-    fallback: bool = False,
-    on_step: Callable[[int], None] | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
-) -> bool:
+def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) -> bool:
     """Runs every role on this machine, each a supervised process, until the run is done. `begin` comes first.
 
     Arguments and result as of `supervisor.run`.
@@ -113,14 +105,7 @@ def run(
       ValueError: the machine has fewer devices than the roles need.
     """
     machine.prepare(settings, workdir, resume=resume)
-    return supervisor.run(
-        settings,
-        workdir=workdir,
-        resume=resume,
-        fallback=fallback,
-        on_step=on_step,
-        stop_requested=stop_requested,
-    )
+    return supervisor.run(settings, workdir=workdir, resume=resume, **how)
 
 
 def run_role(
@@ -129,10 +114,8 @@ def run_role(
     *,
     index: int,
     workdir: pathlib.Path,
-    resume: bool,
-    fallback: bool = False,
     coordinator: str = "",
-    stop_requested: Callable[[], bool] = lambda: False,
+    **how: Any,
 ) -> bool:
     """Runs one role until it is done (the learner) or interrupted (the others).
 
@@ -142,7 +125,7 @@ def run_role(
     Args:
       role: "queue" | "server" | "rollout" | "rewards" | "learner", or "one" for all but "rewards" in this process.
       index: of the server, rollout worker, reward service or learner process.
-      settings, workdir, resume, fallback, coordinator, stop_requested: as of `learner.run`.
+      settings, workdir, coordinator, **how: as of `learner.run`.
 
     Returns:
       Whether the run is done; False for a learner that stopped early.
@@ -168,18 +151,9 @@ def run_role(
         case "one":
             from jaxrl_async.roles import one
 
-            how = {"resume": resume, "fallback": fallback, "stop_requested": stop_requested}
             return one.run(settings, workdir, **how)
         case "learner":
             from jaxrl_async.roles import learner
 
-            return learner.run(
-                settings,
-                workdir,
-                process=index,
-                coordinator=coordinator,
-                resume=resume,
-                fallback=fallback,
-                stop_requested=stop_requested,
-            )
+            return learner.run(settings, workdir, process=index, coordinator=coordinator, **how)
     return True
