@@ -198,35 +198,32 @@ def _saves(settings: Settings, step: int) -> bool:
     return step % settings.checkpoint.every_steps == 0 or step == settings.learner.num_steps
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _StepFinalizer:
     """Finalizes each dispatched step once: reads its flag, then commits, publishes, saves and logs it.
 
     The times of a row are those since the row before; of the first row, since construction.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        train_step: TrainStep,
-        queue: GroupSource,
-        publisher: Publish,
-        save: Callable[[int, TrainState, ResumePoint], None],
-        metrics: MetricsWriter,
-        timers: Timers,
-        own_samples: bool,
-        keep_samples: Callable[[int, Sequence[Group]], None],
-    ):
-        self._own_samples, self._keep_samples = own_samples, keep_samples
-        self._settings, self._train_step, self._queue = settings, train_step, queue
-        self._publisher, self._save, self._metrics = publisher, save, metrics
-        self._timers = timers
-        timers.pop()  # Time before the first step belongs to no row.
+    settings: Settings
+    train_step: TrainStep
+    queue: GroupSource
+    publisher: Publish
+    save: Callable[[int, TrainState, ResumePoint], None]
+    metrics: MetricsWriter
+    timers: Timers
+    own_samples: bool
+    keep_samples: Callable[[int, Sequence[Group]], None]
+
+    def __post_init__(self):
+        settings = self.settings
+        self.timers.pop()  # Time before the first step belongs to no row.
         self._since = time.monotonic()
-        status = queue.status()
+        status = self.queue.status()
         self._rates = _Rates(status)
         self._check_failures = _FailureBudgets(settings.queue, status)
         self._mismatch, self._fairness = _Watch(_mismatch_warnings), _Watch(_fairness_warnings)
-        self._compiled = train_step.num_compilations()
+        self._compiled = self.train_step.num_compilations()
         last = np.arange(1, settings.learner.num_steps + 1) * settings.learner.num_minibatches - 1
         rates = learning_rate(settings.learner)(last)
         self._learning_rates = np.broadcast_to(rates, last.shape)  # of each step's last update
@@ -241,9 +238,9 @@ class _StepFinalizer:
     def stop(self) -> None:
         """Finalizes the dispatched step without a push, and saves the last step if it was not saved."""
         self.finalize(pushes=False)
-        if self._last is not None and not _saves(self._settings, self._last[0]):
-            with self._timers("checkpoint"):
-                self._save(*self._last)
+        if self._last is not None and not _saves(self.settings, self._last[0]):
+            with self.timers("checkpoint"):
+                self.save(*self._last)
         log.info("stopped early after step %s", self._last[0] if self._last else "none")
 
     def check_status(self) -> None:
@@ -253,52 +250,52 @@ class _StepFinalizer:
         self._status_due = time.monotonic() + STATUS_SECS
         # A lost queue is the lease's error.
         with contextlib.suppress(ConnectionError, TimeoutError):
-            self._check_failures(self._queue.status())
+            self._check_failures(self.queue.status())
 
     def finalize(self, *, pushes: bool = True) -> None:
         """Waits for the device and finalizes the dispatched step, if there is one."""
         if self._dispatched is None:
             return
         ended, self._dispatched = self._dispatched, None
-        with self._timers("update"):  # Waits for the device; raises on bad numbers.
+        with self.timers("update"):  # Waits for the device; raises on bad numbers.
             rows = [
                 _checked(ended.step, i, *outcome) for i, outcome in enumerate(ended.outcomes, 1)
             ]
-        if self._own_samples:
-            _check_mismatch(ended.step, rows[0], self._settings.learner.max_mismatch)
-        resume_point = self._queue.commit(ended.step)
+        if self.own_samples:
+            _check_mismatch(ended.step, rows[0], self.settings.learner.max_mismatch)
+        resume_point = self.queue.commit(ended.step)
         self._last = (ended.step, ended.state, resume_point)
         if ended.snapshot is not None and pushes:
-            with self._timers("publish"):
-                self._publisher.publish(ended.step, ended.snapshot)
-        if _saves(self._settings, ended.step):
-            with self._timers("checkpoint"):
-                self._save(ended.step, ended.state, resume_point)
+            with self.timers("publish"):
+                self.publisher.publish(ended.step, ended.snapshot)
+        if _saves(self.settings, ended.step):
+            with self.timers("checkpoint"):
+                self.save(ended.step, ended.state, resume_point)
         self._write_metrics(ended, rows)
 
     def _write_metrics(
         self, ended: _DispatchedStep, minibatches: Sequence[Mapping[str, float]]
     ) -> None:
-        status = self._queue.status()
+        status = self.queue.status()
         row = _step_metrics(minibatches, ended.groups, ended.batches)
-        if self._own_samples:
+        if self.own_samples:
             self._mismatch(ended.step, row)
         else:
             row = {k: v for k, v in row.items() if not k.startswith("mismatch/")}
         self._fairness(ended.step, status.lengths)
-        row |= self._publisher.metrics() | self._rates.metrics(status) | self._timers.pop()
+        row |= self.publisher.metrics() | self._rates.metrics(status) | self.timers.pop()
         now = time.monotonic()
         row["time/step_secs"], self._since = now - self._since, now
         row["learner/learning_rate"] = self._learning_rates[ended.step - 1]
-        loss, num_steps = self._settings.loss, self._settings.learner.num_steps
+        loss, num_steps = self.settings.loss, self.settings.learner.num_steps
         if loss.kl_final_coefficient is not None:
             row["policy/kl_coefficient"] = loss.kl_coefficient_of(ended.step, num_steps)
-        row["compile/count"] = self._train_step.num_compilations()
+        row["compile/count"] = self.train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
-        self._metrics.write(ended.step, row)
-        self._keep_samples(ended.step, ended.groups)
+        self.metrics.write(ended.step, row)
+        self.keep_samples(ended.step, ended.groups)
         self._check_failures(status)
-        if self._settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
+        if self.settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
                 f"step {ended.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
                 "step: a microbatch of another shape, dtype or layout reached the device"

@@ -4,6 +4,7 @@ All run the same loop on the same steps. Independent of the computation.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import socket
@@ -96,29 +97,22 @@ def share(name: str, value: str | None, *, num_processes: int, timeout_secs: flo
     return client.blocking_key_value_get(key, int(timeout_secs * 1000))
 
 
+@dataclasses.dataclass(eq=False)
 class Agreement:
     """Agreement of all processes to stop before a step. Process 0 decides when it has the step's first chunk.
 
     One that was asked to stop reports it to process 0. The others wait for process 0; it waits for none.
     """
 
-    def __init__(
-        self,
-        stop_requested: Callable[[], bool],
-        *,
-        process: int,
-        num_processes: int,
-        timeout_secs: float,
-    ):
-        """Reports nothing yet; several processes have joined before.
+    stop_requested: Callable[[], bool]  # whether this process was asked to stop
+    _: dataclasses.KW_ONLY
+    process: int
+    num_processes: int  # Several have joined before.
+    timeout_secs: float  # deadline for process 0's decision; process 0 waits for the same chunk
 
-        Args:
-          stop_requested: whether this process was asked to stop.
-          timeout_secs: deadline for process 0's decision; process 0 waits for the same chunk.
-        """
-        self._stop_requested, self._process = stop_requested, process
-        self._timeout_secs = timeout_secs
-        self._client = multihost.get_jax_distributed_client() if num_processes > 1 else None
+    def __post_init__(self):
+        several = self.num_processes > 1
+        self._client = multihost.get_jax_distributed_client() if several else None
         self._announced = False
 
     def should_stop(self, step: int, chunk_arrived: bool) -> bool:
@@ -128,12 +122,12 @@ class Agreement:
           RuntimeError: process 0 did not decide in time.
         """
         if self._client is None:
-            return self._stop_requested()
-        if self._stop_requested() and not self._announced:
+            return self.stop_requested()
+        if self.stop_requested() and not self._announced:
             self._announced = True
             self._client.key_value_set(_STOP_REQUESTED, "yes", allow_overwrite=True)
         key = f"{_SHOULD_STOP}{step}"
-        if self._process == 0:
+        if self.process == 0:
             stop = self._found(_STOP_REQUESTED) is not None
             if stop or chunk_arrived:
                 self._client.key_value_set(key, str(stop), allow_overwrite=True)
@@ -141,7 +135,7 @@ class Agreement:
                 self._client.key_value_delete(f"{_SHOULD_STOP}{step - 2}")
             return stop
         if chunk_arrived:
-            found = self._client.blocking_key_value_get(key, int(self._timeout_secs * 1000))
+            found = self._client.blocking_key_value_get(key, int(self.timeout_secs * 1000))
             return found == str(True)
         return self._found(key) == str(True)
 

@@ -59,38 +59,25 @@ class Snapshot:
     scores: jax.Array | None  # as of `TrainStep.score_prompts`
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Versions:
-    """Passes versions to the publisher, one push in flight at a time."""
+    """Passes versions to the publisher, one push in flight at a time. Each process writes its part of a version."""
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        store: WeightStore | MemoryStore,
-        *,
-        config: transformer.ModelConfig,
-        dtype: str,
-        base: str = "",
-        timeout_secs: float,
-        delay: Delay,
-        score: Callable[[nnx.State], jax.Array | None] = lambda params: None,
-        process: int = 0,
-        num_processes: int = 1,
-    ):
-        """Publishes nothing yet. Each process of the learner writes its part of a version, in `dtype`.
+    publisher: Publisher  # a FollowerPublisher in processes other than 0
+    # It keeps at least delay.max_steps + 2 versions: a late server may still read that of the push before.
+    store: WeightStore | MemoryStore
+    _: dataclasses.KW_ONLY
+    config: transformer.ModelConfig
+    dtype: str  # of versions
+    base: str = ""  # name of the frozen weights beside adapters, in the files of a version
+    timeout_secs: float  # deadline of every wait for a push
+    delay: Delay  # of the servers; with one every version must be published, without a gap
+    # trained parameters → the table of `publishing.scored`, or None where no server is compared with it
+    score: Callable[[nnx.State], jax.Array | None] = lambda params: None
+    process: int = 0
+    num_processes: int = 1
 
-        Args:
-          publisher: pushes to the servers; a FollowerPublisher in processes other than 0.
-          store: the versions on disk. It keeps at least delay.max_steps + 2 of them: a late server may still read the
-            version of the push before.
-          base: of a model with adapters, the name of its frozen weights in the files of a version.
-          timeout_secs: deadline of every wait for a push.
-          delay: the servers' delay; if there is one, every version must be published, without a gap.
-          score: trained parameters → the table of `publishing.scored`, or None where no server is compared with it.
-        """
-        self._publisher, self._store, self._delay = publisher, store, delay
-        self._config, self._dtype, self._base = config, dtype, base
-        self._process, self._num_processes, self._score = process, num_processes, score
-        self._timeout_secs = timeout_secs
+    def __post_init__(self):
         self._version: int | None = None
         self._run_epoch = 0
         # The last version that an earlier learner published; up to it nothing is published again.
@@ -161,7 +148,7 @@ class Versions:
 
     def _read_restored(self) -> Any:
         """The version of an earlier learner, without its scores: the settings that they are of may have changed."""
-        files = self._store.get(self._held(self._restored))
+        files = self.store.get(self._held(self._restored))
         if isinstance(files, StoredVersion):
             files.forget_scores()
         return files
@@ -169,13 +156,13 @@ class Versions:
     def snapshot(self, state: TrainState) -> "Snapshot":
         """This process's part of a state, which may be donated afterwards."""
         # PEFT reads an adapter from one file: process 0 has all of its tensors, the others gather with it.
-        num_parts = 1 if self._config.lora else self._num_processes
-        part = {"part": self._process, "num_parts": num_parts}
-        copy = _cast(state.params, self._dtype)
-        tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
+        num_parts = 1 if self.config.lora else self.num_processes
+        part = {"part": self.process, "num_parts": num_parts}
+        copy = _cast(state.params, self.dtype)
+        tensors = hf.to_tensors(copy, self.config, self.dtype, **part)
         # Scoring and gathering are programs of all processes: each dispatches them at one place among its others.
-        scores = self._score(state.params)
-        return Snapshot(tensors if self._num_processes == 1 else list(tensors), scores)
+        scores = self.score(state.params)
+        return Snapshot(tensors if self.num_processes == 1 else list(tensors), scores)
 
     def publish(
         self,
@@ -203,10 +190,10 @@ class Versions:
         write: Callable[[], pathlib.Path | None],
         resume_point: ResumePoint | None,
     ) -> None:
-        self._publisher.publish(
+        self.publisher.publish(
             version,
             write,
-            timeout_secs=self._timeout_secs,
+            timeout_secs=self.timeout_secs,
             resume_point=resume_point,
             run_epoch=self._run_epoch,
         )
@@ -214,12 +201,12 @@ class Versions:
 
     def _is_kept(self, version: int, *, whole: bool = False) -> bool:
         """Whether the store has a version, whose manifest (or all of it) is sound."""
-        if version not in self._store.versions():
+        if version not in self.store.versions():
             return False
         try:
-            self._store.manifest(version)
+            self.store.manifest(version)
             if whole:
-                self._store.get(version).verify()
+                self.store.get(version).verify()
         except WeightStoreError as error:
             log.warning("%s: its files are not used", error)
             return False
@@ -227,10 +214,10 @@ class Versions:
 
     def _compare(self, version: int, snapshot: Any) -> StoredVersion | None:
         """Writes a published version again. If its weights differ, a new run epoch begins with it."""
-        before = self._store.manifest(version)["digest"]
+        before = self.store.manifest(version)["digest"]
         path = self._write(version, snapshot)
-        digest = self._store.manifest(version)["digest"]
-        if self._process == 0 and digest != before:
+        digest = self.store.manifest(version)["digest"]
+        if self.process == 0 and digest != before:
             self._run_epoch += 1
             log.warning(
                 "fork: version %d has digest %s here, but was published with %s (another device count, process count, "
@@ -245,42 +232,42 @@ class Versions:
     def wait(self, should_stop: Callable[[], bool]) -> None:
         """Waits until the servers hold the newest version, or its delayed one, or until `should_stop`."""
         if self._version is not None:
-            self._publisher.wait(
-                self._version, timeout_secs=self._timeout_secs, should_stop=should_stop
+            self.publisher.wait(
+                self._version, timeout_secs=self.timeout_secs, should_stop=should_stop
             )
 
     def check(self) -> None:
         """Raises the failure of the publisher, if it failed."""
-        self._publisher.check()
+        self.publisher.check()
 
     def metrics(self) -> dict[str, float]:
         """weights/version, weights/push_secs and weights/bytes of the last push; with a delay, weights/delay too."""
-        metrics = self._publisher.metrics()
-        if not self._delay.max_steps:
+        metrics = self.publisher.metrics()
+        if not self.delay.max_steps:
             metrics.pop("weights/delay", None)
         return metrics
 
     def _write(self, version: int, snapshot: "Snapshot") -> StoredVersion | None:
         """Writes a version with the other processes; process 0 returns the version to push."""
-        if self._process == 0:
-            self._store.begin(version)
-        processes.barrier(f"version {version} is begun", timeout_secs=self._timeout_secs)
-        self._store.write_part(version, self._process, snapshot.tensors)
-        processes.barrier(f"version {version} is written", timeout_secs=self._timeout_secs)
-        if self._process != 0:
+        if self.process == 0:
+            self.store.begin(version)
+        processes.barrier(f"version {version} is begun", timeout_secs=self.timeout_secs)
+        self.store.write_part(version, self.process, snapshot.tensors)
+        processes.barrier(f"version {version} is written", timeout_secs=self.timeout_secs)
+        if self.process != 0:
             return None
-        if lora := self._config.lora:
-            config, prefix = hf.write_adapter_config(lora, self._base), ADAPTER
+        if lora := self.config.lora:
+            config, prefix = hf.write_adapter_config(lora, self.base), ADAPTER
         else:
-            config, prefix = hf.write_config(self._config), ""
+            config, prefix = hf.write_config(self.config), ""
         scores = None if snapshot.scores is None else np.asarray(snapshot.scores)
-        self._store.finish(version, self._num_processes, config, prefix=prefix, scores=scores)
-        return self._store.get(self._held(version))
+        self.store.finish(version, self.num_processes, config, prefix=prefix, scores=scores)
+        return self.store.get(self._held(version))
 
     def _held(self, version: int) -> int:
         """The version to push, or the oldest newer one if the store has lost it."""
-        wanted = self._delay.held(version)
-        held = min(kept for kept in self._store.versions() if kept >= wanted)
+        wanted = self.delay.held(version)
+        held = min(kept for kept in self.store.versions() if kept >= wanted)
         if held != wanted:
             # After a restore: the run had gone on after the checkpoint, and its store pruned older versions.
             log.warning(
@@ -299,12 +286,12 @@ class MemoryVersions(Versions):
     def snapshot(self, state: TrainState) -> nnx.State:
         """The trained parameters themselves, or a copy in the dtype of versions where that is another."""
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
-        return state.params if dtypes == {self._dtype} else _cast(state.params, self._dtype)
+        return state.params if dtypes == {self.dtype} else _cast(state.params, self.dtype)
 
     def _write(self, version: int, params: nnx.State) -> MemoryVersion:
         total_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        self._store.put(version, params, total_bytes)
-        return self._store.get(self._held(version))
+        self.store.put(version, params, total_bytes)
+        return self.store.get(self._held(version))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

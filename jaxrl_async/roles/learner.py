@@ -402,46 +402,35 @@ class _Process:
             return done
 
 
+@dataclasses.dataclass(eq=False)
 class Saves:
     """Saves checkpoints; the queue hears of one when it is on disk."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        checkpointed: Callable[[int], None],
-        grace_secs: float,
-        *,
-        in_background: bool,
-        says: bool,
-    ):
-        """Saves nothing yet.
-
-        Args:
-          checkpoints: of the run, as its grace_secs and in_background.
-          checkpointed: receives the oldest restorable step, `LearnerQueue.checkpointed`.
-          says: whether to log if a checkpoint, at the rate of the first, fits into grace_secs.
-        """
-        self._checkpoints, self._checkpointed = checkpoints, checkpointed
-        self._grace_secs, self._in_background, self._says = grace_secs, in_background, says
+    checkpoints: Checkpoints
+    checkpointed: Callable[[int], None]  # of the oldest step that can be restored
+    grace_secs: float
+    _: dataclasses.KW_ONLY
+    in_background: bool
+    says: bool  # log once whether a checkpoint, at the rate of the first, fits into grace_secs
 
     def save(self, step: int, state: TrainState, resume_point: ResumePoint) -> None:
         """Begins to write a checkpoint, after the end of the one before, or writes it."""
         self.check(wait=True)
-        self._checkpoints.save(step, state, resume_point.to_json())
-        if not self._in_background:
+        self.checkpoints.save(step, state, resume_point.to_json())
+        if not self.in_background:
             self.check(wait=True)
 
     def check(self, *, wait: bool = False) -> None:
         """Reports a checkpoint that is on disk now; raises CheckpointError where one was not written."""
-        written = self._checkpoints.written(wait=wait)
+        written = self.checkpoints.written(wait=wait)
         if written is None:
             return
         if written.step:  # Nothing resumes from before checkpoint 0.
-            self._checkpointed(self._checkpoints.oldest())
-        if self._says:
+            self.checkpointed(self.checkpoints.oldest())
+        if self.says:
             rate = written.num_bytes / written.secs
-            _log_plan(*preemption.plan(written.num_bytes, rate, self._grace_secs))
-            self._says = False
+            _log_plan(*preemption.plan(written.num_bytes, rate, self.grace_secs))
+            self.says = False
 
 
 def _version_bytes(state: TrainState, dtype: str, store: WeightStore | MemoryStore) -> int:
