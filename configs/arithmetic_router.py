@@ -16,13 +16,13 @@ or restarts them: a worker that died and came back is given the current version 
 Arguments, after a colon: `smoke` (two steps), `mode=sync|periodic|async`, `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode="async", seed=0)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.seed = arg.seed
     c.task.args = dict(num_digits=2, num_test=512, forget_carry=0.7, seed=0)
@@ -35,7 +35,6 @@ def get_config(arg: str = ""):
     c.server.control_addresses = ("http://127.0.0.1:30001", "http://127.0.0.1:30002")
     c.server.update(max_total_tokens=16, start_timeout_secs=300.0)
     # A CPU takes its time.
-    c.queue.max_staleness = 2 if arg.mode == "async" else 0
     c.rollout.update(max_prompt_tokens=8, max_new_tokens=4, request_timeout_secs=300.0)
     c.learner.update(
         num_steps=2 if arg.smoke else 40,
@@ -47,8 +46,5 @@ def get_config(arg: str = ""):
     )
     c.evaluate.timeout_secs = 120.0
 
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 16
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=16)
     return c

@@ -12,7 +12,7 @@ with a staleness bound of N + 1), `embedded` (the same run on the embedded serve
 vLLM: `tests/real/vllm.sh install .venv-servers/vllm` once, 3.5 GB).
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 COMMAND = (
     "tests/real/sglang.sh serve .venv-servers/sglang --load-format=dummy --model-path={model_path} "
@@ -27,7 +27,7 @@ VLLM = (
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode="async", seed=0, every=1, embedded=False, vllm=False)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.seed = arg.seed
     c.task.args = dict(num_digits=2, num_test=512, forget_carry=0.7, seed=0)
@@ -36,7 +36,7 @@ def get_config(arg: str = ""):
     c.warm_start.update(num_steps=20 if arg.smoke else 1500, learning_rate=1.5e-3)
 
     # A CPU takes its time: the server starts slowly, and so does its first answer.
-    c.queue.max_staleness = arg.every + 1 if arg.mode == "async" else 0
+    c.queue.max_staleness = arg.every + 1
     c.server.command = "" if arg.embedded else VLLM if arg.vllm else COMMAND
     c.server.update(decode_chunk=4, max_total_tokens=16, start_timeout_secs=300.0)
     c.rollout.update(max_prompt_tokens=8, max_new_tokens=4, request_timeout_secs=300.0)
@@ -50,8 +50,5 @@ def get_config(arg: str = ""):
     c.weights.push_every_steps = arg.every
     c.evaluate.timeout_secs = 120.0
 
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 16
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=16)
     return c
