@@ -3,7 +3,7 @@
 A config file (configs/) changes some of them, a workdir's config.json holds them all, and
 `python -m jaxrl_async config` prints them. `build` makes `Settings` of either and refuses what a field refuses;
 `checks` refuses settings that contradict one another. To add a setting: a field here, and the place that reads it.
-docs/settings.md is written from the fields by `python -m jaxrl_async.config.table >docs/settings.md`.
+docs/settings.md is written from the fields by `python launch/settings_page.py >docs/settings.md`.
 
 Imports the standard library alone.
 """

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import settings_page
 
 from jaxrl_async import names, parts
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main, serve
-from jaxrl_async.config import base_config, build, checks, parse_arg, table
+from jaxrl_async.config import base_config, build, checks, parse_arg
 from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.forms import command_words
@@ -808,9 +809,9 @@ def test_the_waits_of_every_config_agree(path, arg):
 
 
 def test_the_page_of_settings_is_that_of_their_fields():
-    remedy = "write it anew: python -m jaxrl_async.config.table >docs/settings.md"
+    remedy = "write it anew: python launch/settings_page.py >docs/settings.md"
     page = (ROOT / "docs/settings.md").read_text("utf-8")
-    assert page == table.page(), remedy
+    assert page == settings_page.page(), remedy
     for name in default_values():
         assert page.count(f"| `{name}` |") == 1, name
     row = "| `server.quorum` | float in (0, 1] | `0.5` | 0.1.0 (`1.0`) | Share of the servers, rounded up"

@@ -1,6 +1,7 @@
+#!/usr/bin/env python3
 """The page docs/settings.md, written from the fields of the settings: each with its values, default, age and sentence.
 
-python -m jaxrl_async.config.table >docs/settings.md
+python launch/settings_page.py >docs/settings.md
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ ones that differ from their defaults.
 A workdir keeps its settings in config.json. `since` is the version that introduced a setting: a workdir without it is
 read with its default, or with the value in parentheses. Settings without a `since` are in every workdir.
 
-This page is written from `jaxrl_async/config/settings.py` and `loss.py` by `python -m jaxrl_async.config.table`.
+This page is written from `jaxrl_async/config/settings.py` and `loss.py` by `python launch/settings_page.py`.
 """
 
 
