@@ -67,7 +67,9 @@ class Packer:
             if i == self._process and self._layout["shared_prompts"]:
                 _check_prompts(pieces)
             waiting += pieces
-            layouts.append(_lay_out_pieces(waiting, **self._layout))
+            lengths = [[len(t) for t in piece.trajectories] for piece in waiting]
+            prompt_lengths = [piece.trajectories[0].prompt_length for piece in waiting]
+            layouts.append(lay_out(lengths, prompt_lengths, **self._layout))
         rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
         if last:
             count = max(-(-r // self._own_rows) for r in rows)
@@ -304,13 +306,6 @@ def _from_row(first, pieces, segments):
         if kept:
             found.append(piece.of(kept))
     return found
-
-
-def _lay_out_pieces(pieces, **layout):
-    """`lay_out` of pieces, by their lengths only."""
-    lengths = [[len(t) for t in piece.trajectories] for piece in pieces]
-    prompt_lengths = [piece.trajectories[0].prompt_length for piece in pieces]
-    return lay_out(lengths, prompt_lengths, **layout)
 
 
 def _turn_of_each_token(trajectory):

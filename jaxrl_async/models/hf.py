@@ -180,7 +180,9 @@ def to_tensors(
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             array = _gathered(array.astype(dtype))
         if number % num_parts == part:
-            yield name, _to_tensor(our_name, array, dtype)
+            # Cast before the transfer to the host: bfloat16 then moves half the bytes.
+            array = np.asarray(jax.device_get(array.astype(dtype)))
+            yield name, np.ascontiguousarray(array.T if _is_transposed(our_name) else array)
 
 
 def from_tensors(
@@ -425,8 +427,8 @@ def _key_of(field):
 def _pieces(params, config):
     """(layer, parameter, tensor, array); the embedding has layer 0, final norm and head the layer after the last."""
     names = _names(config)
-    ours = _by_name(params, names)
-    stacked = [name for name in ours if "{}" in names[name]]
+    ours = {".".join(path): param.get_value() for path, param in nnx.to_flat_state(params)}
+    stacked = [name for name in names if name in ours and "{}" in names[name]]
     if "embedding" in ours:
         yield 0, "embedding", names["embedding"], ours["embedding"]
     for layer in range(config.num_layers):
@@ -469,12 +471,6 @@ def _abstract(config, adapters):
 
 def _is_transposed(name):
     return name.endswith(("kernel", "lora_a", "lora_b"))
-
-
-def _by_name(params, names):
-    """The parameters' arrays by name, in the order of `names`."""
-    arrays = {".".join(path): param.get_value() for path, param in nnx.to_flat_state(params)}
-    return {name: arrays[name] for name in names if name in arrays}
 
 
 def _is_stacked(path):
@@ -562,9 +558,3 @@ def _put(sharding):
         out_shardings=sharding,
         donate_argnums=0,
     )
-
-
-def _to_tensor(name, array, dtype):
-    # Cast before the transfer to the host: bfloat16 then moves half the bytes.
-    array = np.asarray(jax.device_get(array.astype(dtype)))
-    return np.ascontiguousarray(array.T if _is_transposed(name) else array)

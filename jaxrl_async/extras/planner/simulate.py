@@ -524,14 +524,11 @@ class _Run:
             return [_Request(group, lengths, longest, tokens, tokens / longest)]
         group = _Group(permit, tokens, dropped, len(lengths))
         rng = np.random.default_rng([self._plan.seed, permit.prompt_index, permit.attempt, 1])
-        return [
-            _Request(group, part, part.item(), part.item(), 1.0, self._draw_tools(rng, num - 1))
-            for part, num in zip((lengths / turns)[:, None], turns.astype(int), strict=True)
-        ]
-
-    def _draw_tools(self, rng: np.random.Generator, num: int) -> list[float]:
-        median, sigma = self._plan.tool_secs, self._plan.tool_sigma
-        return (median * rng.lognormal(0.0, sigma, num)).tolist()
+        median, sigma, requests = self._plan.tool_secs, self._plan.tool_sigma, []
+        for part, num in zip((lengths / turns)[:, None], turns.astype(int), strict=True):
+            tools = (median * rng.lognormal(0.0, sigma, num - 1)).tolist()
+            requests.append(_Request(group, part, part.item(), part.item(), 1.0, tools))
+        return requests
 
     def _draw(self, block: int, attempt: int) -> tuple:
         """Of _BLOCK groups: lengths [_BLOCK, G], the longest, their sum, whether they are dropped; turns as lengths."""
