@@ -116,7 +116,11 @@ class MetricsWriter:
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
         self._file.write(json.dumps(sealed.sealed(finite(row))) + "\n")
         self._file.flush()
-        self._board.add_summary(_summary(values), step)
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        scalars = (Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items())
+        # One event for the whole row: each event passes a queue between processes.
+        self._board.add_summary(Summary(value=scalars), step)
         if self._tracker is not None:
             self._tracker.write(step, values)
 
@@ -144,14 +148,6 @@ def _without_torch() -> Iterator[None]:
     finally:
         if hidden:
             sys.modules.pop("torch", None)
-
-
-def _summary(values: Mapping[str, float]) -> Any:
-    """One event for the whole row: each event passes a queue between processes."""
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    scalars = (Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items())
-    return Summary(value=scalars)
 
 
 def read_metrics(

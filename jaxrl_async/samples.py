@@ -83,38 +83,31 @@ def choose(
     return [_bounded(text_of(step, *pair, decode), max_chars) for pair in chosen]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class SampleWriter:
-    """Appends samples of each step."""
+    """Appends samples of each step; opens nothing where per_step is 0."""
 
-    def __init__(
-        self,
-        workdir: str | pathlib.Path,
-        decode: Decode,
-        *,
-        per_step: int,
-        show: Callable[[int, str, str], None] = lambda step, name, text: None,
-    ):
-        """Opens nothing where per_step is 0.
+    workdir: str | pathlib.Path
+    decode: Decode  # special tokens included
+    _: dataclasses.KW_ONLY
+    per_step: int
+    # (step, name, text) → shows a sample elsewhere too, as TensorBoard
+    show: Callable[[int, str, str], None] = lambda step, name, text: None
 
-        Args:
-          decode: token ids → text, special tokens included.
-          show: (step, name, text) → shows a sample elsewhere too, as TensorBoard.
-        """
-        self._decode, self._per_step, self._show = decode, per_step, show
-        self._file = None
-        if per_step:
-            self._file = sealed.open_lines(pathlib.Path(workdir) / FILE)
+    def __post_init__(self):
+        path = pathlib.Path(self.workdir) / FILE
+        self._file = sealed.open_lines(path) if self.per_step else None
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Writes samples of a step's groups, in one line."""
         if self._file is None:
             return
-        found = choose(step, groups, self._per_step, self._decode)
+        found = choose(step, groups, self.per_step, self.decode)
         rows = [sealed.sealed(dataclasses.asdict(sample)) for sample in found]
         self._file.write(json.dumps(rows) + "\n")
         self._file.flush()
         for place, sample in enumerate(found, start=1):
-            self._show(step, f"samples/{place}", _as_markdown(sample))
+            self.show(step, f"samples/{place}", _as_markdown(sample))
 
     def close(self) -> None:
         if self._file is not None:

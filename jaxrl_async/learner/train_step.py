@@ -96,6 +96,7 @@ class TrainStep:
         self._config, self._loss, self._optimizer = config, loss, optimizer
         self._mesh = mesh
         self._learner, self._temperature = learner, temperature
+        self._scores_anchor = loss.needs_recompute and learner.num_minibatches > 1
         self._statistics = Statistics(loss)
         self._blocks = blocks.Blocks(learner.blocks, config.num_layers, learner.num_minibatches)
         self._rows = rows = sharding.batch_sharding(mesh)
@@ -260,7 +261,7 @@ class TrainStep:
         accumulator = self.abstract_accumulator()
         version = _abstract(np.int32(0), self._everywhere)
         programs, proximal = {}, None
-        if self._loss.needs_recompute and self._learner.num_minibatches > 1:
+        if self._scores_anchor:
             programs["score"] = self._score.trace(state.params, base, batch)
             proximal = _abstract(batch.behavior_logprobs, rows)
         arguments = (state.params, base, reference, accumulator, batch, proximal, version)
@@ -299,8 +300,7 @@ class TrainStep:
           `score` if the loss needs it ('recompute', proximal_metrics) and the weights move within the step, else None:
           with one minibatch the anchor is the policy, which `accumulate` computes anyway.
         """
-        moves = self._learner.num_minibatches > 1
-        return self.score(params, batch) if self._loss.needs_recompute and moves else None
+        return self.score(params, batch) if self._scores_anchor else None
 
     def accumulate(
         self,
@@ -328,11 +328,7 @@ class TrainStep:
         """
         if self._loss.needs_reference and reference is None:
             raise ValueError("loss.kl_to = 'reference' needs the reference's weights")
-        if (
-            self._loss.needs_recompute
-            and self._learner.num_minibatches > 1
-            and proximal_logprobs is None
-        ):
+        if self._scores_anchor and proximal_logprobs is None:
             raise ValueError("the loss needs log-probs at the step's first weights: see `anchor`")
         version = sharding.place(np.int32(policy_version), self._everywhere)
         reference = reference if self._loss.needs_reference else None
@@ -477,7 +473,7 @@ class TrainStep:
         params = blocks.constant(params, self._blocks.cuts(params, block))
         trained = self._blocks.layers(block)
         logprobs, entropy = self._logprobs_and_entropy(params, base, batch, trained)
-        if self._loss.needs_recompute and self._learner.num_minibatches == 1:
+        if self._loss.needs_recompute and not self._scores_anchor:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
         reference_logprobs = None
         if reference is not None:

@@ -109,7 +109,7 @@ class Transformer(nnx.Module):
         V, D, L = config.vocab_size, config.model_dim, config.num_layers
         self.config = config
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
-        self.blocks = _stacked_blocks(config, rngs.split(L))
+        self.blocks = nnx.vmap(lambda rngs: Block(config, rngs=rngs))(rngs.split(L))
         self.final_norm = _norm(D, config)
         if not config.tied_embeddings:
             self.head = _linear(D, V, config, rngs)
@@ -401,14 +401,6 @@ class Block(nnx.Module):
         y_ND = self.down(activation(self.gate(y_ND)) * self.up(y_ND))
         x_ND += _normed(self.mlp_post_norm, y_ND)
         return axes.in_rows(x_ND, B, T)
-
-
-def _stacked_blocks(config, rngs):
-    @nnx.vmap
-    def make(rngs):
-        return Block(config, rngs=rngs)
-
-    return make(rngs)
 
 
 def _norm(dim, config):
