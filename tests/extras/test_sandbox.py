@@ -8,6 +8,7 @@ import pathlib
 import re
 import site
 import socket
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -242,6 +243,48 @@ def test_numbers_of_system_calls_are_those_of_the_kernels_header(machine, header
     table |= {name: pair for name, (pair, *_) in inside._ALLOWED_WITH.items()}
     ours = {name: inside._number(pair) for name, pair in table.items()}
     assert {name: number for name, number in ours.items() if number != numbers.get(name, -1)} == {}
+
+
+@pytest.mark.parametrize("machine", inside._AUDIT_ARCHS)
+def test_the_filter_judges_each_call_of_a_machine_by_its_number_and_argument(machine, monkeypatch):
+    monkeypatch.setattr(inside.platform, "machine", lambda: machine)
+    code = inside._filter_program.__wrapped__()  # It is kept for this machine.
+    allow, refuse, absent, kill = inside._RETURNS.values()
+    expected = {inside._number(pair): allow for pair in inside._ALLOWED.values()}
+    expected |= {inside._number(pair): absent for pair in inside._ABSENT.values()}
+    expected |= {inside._number(pair): refuse for pair, *_ in inside._ALLOWED_WITH.values()}
+    clone = inside._number(inside._CLONE)
+    for number in {*range(1024), 0x40000000, 0x40000000 + clone} - {clone}:
+        usual = absent if number >= inside._FIRST_NEW else refuse
+        assert judged(code, machine, number, 9999) == expected.get(number, usual), number
+    for pair, index, values in inside._ALLOWED_WITH.values():
+        for value in values:
+            assert judged(code, machine, inside._number(pair), value, index) == allow
+            assert judged(code, machine, inside._number(pair), value, 1 - index) == refuse
+    assert judged(code, machine, clone, 0x3D0F00) == allow  # a thread of libc
+    assert all(
+        judged(code, machine, clone, inside._NAMESPACES & 1 << n) == refuse
+        for n in (7, 17, *range(25, 31))
+    )
+    assert judged(code, "i386", inside._number((0, 63)), 0) == kill
+
+
+def judged(code: bytes, machine: str, number: int, argument: int, index: int = 0) -> int:
+    """The answer of a filter to a call, by the rules of classic BPF; its other arguments are 9999."""
+    words = {0: number, 4: inside._AUDIT_ARCHS.get(machine, 0x40000003), 16: 9999, 24: 9999}
+    words[16 + 8 * index] = argument
+    value = at = 0
+    while True:
+        operation, true, false, operand = struct.unpack_from("HBBI", code, 8 * at)
+        at += 1
+        match operation:
+            case 0x20:
+                value = words[operand]
+            case 0x06:
+                return operand
+            case 0x15 | 0x35 | 0x45:
+                holds = {0x15: value == operand, 0x35: value >= operand, 0x45: value & operand}
+                at += true if holds[operation] else false
 
 
 @boxed
