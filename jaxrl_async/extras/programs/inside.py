@@ -275,7 +275,7 @@ def _packages(source: str) -> list[str]:
     """The directories of installed packages in a source, in which a program could look answers up: they are empty."""
     if os.path.islink(source):
         return []
-    names = ("site-packages", "dist-packages", "python*/site-packages", "python*/dist-packages")
+    names = ("site-packages", "dist-packages", "*/site-packages", "*/dist-packages")
     return [path for name in names for path in glob.glob(f"{source}/{name}")]
 
 
