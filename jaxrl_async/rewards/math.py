@@ -2,6 +2,7 @@
 
 import decimal
 import re
+import unicodedata
 from collections.abc import Iterable
 from fractions import Fraction
 
@@ -15,6 +16,9 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-\u2212]|(?<==)\s{0,9}[-\u2212]\s?)?[$£€¥₹]?(?P<inner_sign>(?<=[$£€¥₹])[-\u2212])?"
     rf"(?:(?P<whole>[0-9]{{1,9}})\s(?=[0-9]+\s?/))?(?P<digits>{_DIGITS})(?:\s?/\s?(?P<divisor>{_DIGITS})|(?P<ratio>(?::[0-9]+)+))?"
 )
+_PART = r"\{\s?([-\u2212]?[0-9][0-9.,]*)\s?\}"  # of a fraction of LaTeX
+_FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])")  # one character, behind a number or not
+_SLASHES = str.maketrans("\u2044\u2215", "//")
 # How LaTeX and units write numbers → how _NUMBER reads them.
 _SPELLINGS = tuple(
     (re.compile(pattern), plain)
@@ -22,7 +26,7 @@ _SPELLINGS = tuple(
         (r"\{,\}|\\,", ","),
         (r"\\([$%])", r"\1"),
         (r"\\(?=[dtc]?frac)(?<=[0-9]\\)", r" \\"),
-        (r"\\[dtc]?frac\s?(?:\{([0-9]+)\}|([0-9]))\s?(?:\{([0-9]+)\}|([0-9]))", r"\1\2/\3\4"),
+        (rf"\\[dtc]?frac\s?(?:{_PART}|([0-9]))\s?(?:{_PART}|([0-9]))", r"\1\2/\3\4"),
         (r"(?<=[0-9])\s?(?:×|\\times|\\cdot|\*)\s?10\^\{?(-?[0-9]{1,3})\}?(?![0-9])", r"e\1"),
         # Powers and indexes: m^2, m2, x_1.
         (r"[\^_](?:\{[^{}]*\}|-?[0-9]+)|(?<=[A-Za-z])(?<![0-9][eE])[23](?![0-9]|\.[0-9])", " "),
@@ -63,11 +67,12 @@ def final_number(text: str) -> Fraction | None:
 
     Thousands separators, currencies, a percent sign, units with their powers and a trailing period are ignored:
     "$1,250.00." is 1250, and so is "1{,}250 m^2". A fraction is one number: "3/4", "1 1/2", "\\frac{3}{4}". The final
-    number of "5-3" is 3, and of "x = -3" it is -3.
+    number of "5-3" is 3, and of "x = -3" it is -3. Fractions of one character are read, too.
 
     Returns:
       The number, exactly; None when there is none, or when it is divided by 0.
     """
+    text = _FRACTION.sub(_spelled, text).translate(_SLASHES)
     before, marker, after = text.rpartition(_MARKER)
     if marker and (match := _NUMBER.search(_plain(after))):
         return _value(match)
@@ -76,6 +81,11 @@ def final_number(text: str) -> Fraction | None:
     tail = text[max(end - _TAIL_CHARS, 0) : end + 1]  # m^{2} is closed in it.
     matches = list(_NUMBER.finditer(_plain(tail)))
     return _value(matches[-1]) if matches else None
+
+
+def _spelled(match: re.Match[str]) -> str:
+    number, fraction = match.groups()
+    return f"{number}{' ' * len(number)}{unicodedata.normalize('NFKC', fraction)}"
 
 
 def _plain(text: str) -> str:

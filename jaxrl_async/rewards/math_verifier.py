@@ -25,7 +25,11 @@ MAX_CPU_SECS = 2.0  # to parse an answer and compare it; and to parse a gold ans
 
 _BRACE = re.compile(r"\\[fb](?:oxed|box)\s*\{|\\.|[{}]", re.DOTALL)
 _BRACKET = re.compile(r"[({\[]|[)}\]]")
-_HUGE = re.compile(r"[0-9]E[-+]?[0-9]{5}", re.IGNORECASE)  # It is written out while it is parsed.
+# These are written out while they are parsed: a float, and n over k, whose digits are at most k times those of n.
+_HUGE = re.compile(r"[0-9]E[-+]?[0-9]{5}", re.IGNORECASE)
+_BINOMIAL = re.compile(
+    r"(?:binom\s*\{(?P<n>(?:[^{}]|\{[^{}]*\}){1,200})\}\s*\{|(?P<over>[0-9]+)\s*\\choose\s*\{?)\s*(?P<k>[0-9]+)"
+)
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # It warns that its timeouts are off.
 
@@ -64,7 +68,8 @@ def _parsed(text: str) -> list:
     for bracket in _BRACKET.findall(text):
         depth = depth + 1 if bracket in "({[" else max(depth - 1, 0)
         deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH or _HUGE.search(text):
+    binomials = (len(m["n"] or m["over"]) * float(m["k"]) for m in _BINOMIAL.finditer(text))
+    if deepest > MAX_DEPTH or _HUGE.search(text) or max(binomials, default=0.0) > MAX_DIGITS:
         return []
     # None turns its timer off.
     found = parse(text, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
@@ -94,6 +99,8 @@ def _digits(value: Any) -> float:
         return sum(map(_digits, value.flat())) if len(value) < MAX_DIGITS else math.inf
     sizes = [_digits(arg) for arg in getattr(value, "args", ())]
     if isinstance(value, sympy.Pow):
+        return max(sizes[0], 1.0) * _power_of_ten(sizes[1])
+    if isinstance(value, sympy.binomial):
         return max(sizes[0], 1.0) * _power_of_ten(sizes[1])
     if isinstance(value, sympy.factorial):
         return _power_of_ten(sizes[0]) * sizes[0]
