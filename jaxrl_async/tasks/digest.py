@@ -1,7 +1,7 @@
 """The digest of a task: of the texts, answers and metadata of its questions, in their order and their splits.
 
 The first process of a run that reads the task stores it in the workdir, and the others compare theirs with it. It holds
-a mark of each question, which finds the first that differs, and no text.
+a mark of each question, which finds the first that differs, and the beginnings of some texts, which show it.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 FILE = "task_digest.json"  # of a workdir; those of evaluate.sets have their names before the suffix
 FILES = "task_digest*.json"
 _MARK_CHARS = 12  # of a question's hash
+_TEXT_CHARS, _NUM_TEXTS = 60, 10_000  # 1 MB of a split, about
 _ENCODE = json.JSONEncoder(sort_keys=True).encode
 
 Splits = Mapping[str, Sequence[Example]]
@@ -28,6 +29,8 @@ class Digest:
     digest: str  # SHA-256 over all questions; equal for equal tasks alone
     marks: Mapping[str, list[str]]  # split → the beginning of each question's hash, in order
     files: Mapping[str, str]  # path → SHA-256 of each file that the task was read from
+    # split → beginnings of its first questions; none in files of earlier versions
+    texts: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest:
@@ -40,7 +43,10 @@ def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest
     hashes = {split: [_hash(example) for example in splits[split]] for split in splits}
     marks = {split: [one[:_MARK_CHARS] for one in found] for split, found in hashes.items()}
     digest = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
-    return Digest(digest, marks, {str(path): _sha256(path) for path in files})
+    of_files = {str(path): _sha256(path) for path in files}
+    firsts = {split: splits[split][:_NUM_TEXTS] for split in splits}
+    texts = {split: [e.text[:_TEXT_CHARS] for e in found] for split, found in firsts.items()}
+    return Digest(digest, marks, of_files, texts)
 
 
 def file_of(workdir: pathlib.Path, name: str = "") -> pathlib.Path:
@@ -101,6 +107,8 @@ def difference(run: Digest, now: Digest, splits: Splits) -> str:
     if place < len(marks):
         text, was = splits[split][place].text, _place(run, marks[place])
         notes = [f"example {place} of split {split!r} is {text!r:.100}, which was {was}"]
+    if place < len(texts := run.texts.get(split, ())):
+        notes.append(f"the run's begins {texts[place]!r}")
     if len(before) != len(marks):
         notes.append(f"the {split} split has {len(marks)} questions, and had {len(before)}")
     changed = (path for path, found in now.files.items() if run.files.get(path, found) != found)

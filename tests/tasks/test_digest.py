@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -39,13 +40,19 @@ def replaced(split, place, **changes):
 
 
 CHANGES = {
-    "text": (replaced("train", 3, text="3+2="), "example 3 of split 'train' is '3+2='", "in no split"),
+    "text": (
+        replaced("train", 3, text="3+2="),
+        "example 3 of split 'train' is '3+2='",
+        "in no split",
+        "the run's begins '3+1='",
+    ),
     "answer": (replaced("test", 0, answer="12"), "example 0 of split 'test' is '10+1='", "in no split"),
     "metadata": (replaced("train", 9, metadata={}), "example 9 of split 'train' is '9+1='", "in no split"),
     "order": (
         SPLITS | {"train": [*TRAIN[:4], TRAIN[5], TRAIN[4], *TRAIN[6:]]},
         "example 4 of split 'train' is '5+1='",
         "was example 5 of split 'train'",
+        "the run's begins '4+1='",
     ),
     "splits": (
         {"train": [*TRAIN[:9], *TEST], "test": TRAIN[9:]},
@@ -55,6 +62,7 @@ CHANGES = {
     "fewer": (
         SPLITS | {"train": TRAIN[:7]},
         "example 7 of split 'train' is missing",
+        "the run's begins '7+1='",
         "has 7 questions, and had 10",
     ),
     "more": (
@@ -73,6 +81,16 @@ def test_the_first_prompt_that_differs_is_named(change):
     assert now.digest != run.digest
     for word in words:
         assert word in digest.difference(run, now, splits)
+
+
+def test_the_beginnings_of_texts_are_bounded_and_files_of_earlier_versions_have_none(tmp_path):
+    many = digest.digest_of({"train": [Example("1" * 1000, "")] * 10_001})
+    assert many.texts == {"train": ["1" * 60] * 10_000}
+    found = vars(digest.digest_of(SPLITS))
+    (tmp_path / digest.FILE).write_text(json.dumps({k: found[k] for k in found if k != "texts"}))
+    splits, *words = CHANGES["text"]
+    said = digest.difference(digest.read(tmp_path), digest.digest_of(splits), splits)
+    assert words[0] in said and "begins" not in said
 
 
 def test_equal_tasks_have_one_digest_whatever_the_order_of_their_metadata():
