@@ -37,7 +37,7 @@ SILENT_SECS = 10.0  # A role without a report for longer is suspected. Roles rep
 
 
 class RunFailedError(RuntimeError):
-    """A worker reported that the run cannot go on; the message is its report."""
+    """The run cannot go on; the message is a worker's report, or says why."""
 
 
 class SupersededError(RuntimeError):

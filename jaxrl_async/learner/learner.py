@@ -51,8 +51,8 @@ class NonFiniteError(RuntimeError):
     """A loss or gradient that is NaN or infinite; the message names the step and the groups."""
 
 
-class TooManyFailuresError(RuntimeError):
-    """Infrastructure failures beyond the run's budget; the message counts them by reason."""
+class TooManyFailuresError(RunFailedError):
+    """Failures of servers, workers or the user's code beyond the run's budget; the message counts them by reason."""
 
 
 class MismatchError(RuntimeError):
@@ -113,7 +113,7 @@ def train(
     Raises:
       NonFiniteError: a loss or gradient is not finite; nothing of the step was committed, saved or published.
       MismatchError: engine and learner differ by more than learner.max_mismatch; as before.
-      TooManyFailuresError: infrastructure failures exceed their budget.
+      TooManyFailuresError: failures exceed their budget.
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
     advantages = ADVANTAGES[settings.loss.advantage]

@@ -8,6 +8,7 @@ import pytest
 from jaxrl_async.cli import train
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.learner.learner import TooManyFailuresError
 from jaxrl_async.publishing.publisher import PublisherError
 from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.records import RunFailedError, SupersededError
@@ -32,6 +33,7 @@ FORESEEN = [
     caused(PublisherError("the publisher failed: no server"), PublisherError("no server")),
     SettingsError("server.api_key_env names THE_KEY, which is unset"),
     RunFailedError("the run's own code fails: a reward that is broken"),
+    TooManyFailuresError("11 groups were returned for failures, the last reward_error: None"),
     UserCodeError("the first 8 groups all failed with the same error"),
 ]
 UNFORESEEN = [
