@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+MAX_STOP_TOKENS = 8  # of a request: the embedded engine has a static shape for them
 NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 MAX_COMPONENTS = 16  # of a reward
 MAX_REWARD = 2.0**53  # Beyond it, float64 has no neighbouring whole numbers.

@@ -112,6 +112,7 @@ MAY_IMPORT["preflight"] = {
     "servers",
     "tasks",
     "tracker",
+    "types",
 }
 MAY_IMPORT["roles"] = {
     "active_clock",

@@ -22,6 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_async import sealed
+from jaxrl_async.config import checks
 from jaxrl_async.config.build import (
     UsageError,
     complete,
@@ -59,7 +60,8 @@ OWN = {"config": "*.py", "sweep": "sweeps/*.py"}
 
 USAGE = """Prints every setting of a config, one per line. A * marks a setting that differs from its default
 (jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR.
-Then the prompts of each split that fit, where the task and the tokenizer are on this machine."""
+Then the prompts of each split that fit, where the task and the tokenizer are on this machine, and of a new run the
+settings that `train` warns of or refuses."""
 
 
 def main(argv: list[str]) -> int:
@@ -75,8 +77,19 @@ def main(argv: list[str]) -> int:
     for key, value in flat(settings):
         base = "" if value == defaults[key] else f"    (default {defaults[key]!r})"
         lines.append(f"{'*' if base else ' '} {key} = {value!r}{base}")
-    print("\n".join([*lines, "", *(f"  {line}" for line in _prompts(settings))]))
+    notes = [*_prompts(settings), *([] if values.workdir else _notes(settings))]
+    print("\n".join([*lines, "", *(f"  {line}" for line in notes)]))
     return 0
+
+
+def _notes(settings: Settings) -> list[str]:
+    """What `train` would warn of, and why it would refuse a new run of these settings."""
+    notes = [f"WARNING: {text}" for text in checks.warnings(settings)]
+    try:
+        checks.check_new(settings)
+    except SettingsError as error:
+        notes.append(f"a new run is refused: {error}")
+    return notes
 
 
 def _prompts(settings: Settings) -> list[str]:

@@ -61,7 +61,7 @@ class Tokenizer:
     date: str = setting("", "Day that a chat template takes for today, `YYYY-MM-DD`; empty refuses a template that "
         "cannot do without, as prompts must not change overnight.", since="0.2.0")
     stop_tokens: tuple[str, ...] = setting((), "Tokens of a `huggingface` tokenizer that end a completion, beside "
-        "those of its files and of the model's.", unique=True, since="0.2.0")
+        "those of its files and of the model's, 8 at most together.", unique=True, since="0.2.0")
     all_files: bool = setting(True, "Read a `huggingface` tokenizer as transformers does, with the tokens of all its "
         "files and the `eos_token_id` of `config.json`.", since="0.2.0", before=False)
     system_prompt: str = setting("", "System message, rendered by the chat template; empty for none.", since="0.1.0")

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-MAX_STOP_TOKENS = 8  # A static shape on the device: stop_token_ids are padded to this.
-MAX_NEVER_TOKENS = 4  # A static shape as well.
+from jaxrl_async.types import MAX_STOP_TOKENS
+
+MAX_NEVER_TOKENS = 4  # A static shape on the device, as MAX_STOP_TOKENS.
 MAX_SEED = 2**63 - 1
 
 

@@ -28,6 +28,7 @@ from jaxrl_async.tasks.digest import Splits
 from jaxrl_async.tasks.prompts import completion_tokens
 from jaxrl_async.tasks.task import Task, texts_of
 from jaxrl_async.tracker import SERVICES
+from jaxrl_async.types import MAX_STOP_TOKENS
 
 SLOW_SECS = 5.0  # after which a wait for the user's own code is named
 RESOLVE_SECS = 10.0  # for the names of all servers; a slower one is left to the preflight of peers
@@ -98,6 +99,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         parts.rollout_of(settings)
     with errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
+    if not resume:
+        _check_ends(tokenizer)
     if function == agent.NAME and not getattr(tokenizer, "has_chat_template", False):
         raise StartError(
             f"rollout.function = {agent.NAME!r} needs a tokenizer with a chat template: "
@@ -145,6 +148,7 @@ def count_prompts(settings: Settings, workdir: pathlib.Path) -> Coverage:
     _, splits, sets = _questions(settings)
     with errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
+    _check_ends(tokenizer)
     return _coverage(settings, tokenizer, _with_sets(splits, sets))
 
 
@@ -215,6 +219,15 @@ def errors_of(prefix: str) -> Iterator[None]:
         raise StartError(f"{prefix}{error}") from error
     except Exception as error:
         raise StartError(f"{prefix.rstrip(': .')} failed:\n{code_error(error).text}") from error
+
+
+def _check_ends(tokenizer) -> None:
+    """Refuses more stop tokens than the embedded engine takes, on which `evaluate` samples whatever the servers are."""
+    if (num := len(tokenizer.stop_token_ids)) > MAX_STOP_TOKENS:
+        raise StartError(
+            f"tokenizer.stop_tokens: {num} tokens end a completion, with those of the files of tokenizer and model; "
+            f"at most {MAX_STOP_TOKENS} may"
+        )
 
 
 def _check_model(settings: Settings) -> None:

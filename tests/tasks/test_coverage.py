@@ -1,8 +1,10 @@
 """Before a run starts it is known of which questions its scores are: those that fit, and those that it trains on."""
 
 import json
+import re
 
 import pytest
+from fixtures.tokenizers_hf import write_hf
 
 from jaxrl_async import parts
 from jaxrl_async.cli import main
@@ -117,6 +119,32 @@ def test_the_verb_config_counts_too_or_says_why_not(capsys):
     assert "test: 0 of 512 prompts fit; 512 longer than" in capsys.readouterr().out
     assert main.main(["config", f"--config={QUICKSTART}", "--config.task.name=nowhere:Task"]) == 0
     assert "prompts are not counted: task 'nowhere:Task': " in capsys.readouterr().out
+
+
+def test_the_verb_config_says_what_a_new_run_is_warned_of_and_refused_for(tmp_path, capsys):
+    found = load_config(QUICKSTART)
+    found.learner.warmup_updates, found.rollout.group_size = 100, 1
+    found.loss.advantage = "dr_grpo"
+    (tmp_path / "config.json").write_text(found.to_json())
+    assert main.main(["config", f"--config={tmp_path}/config.json"]) == 0
+    said = capsys.readouterr().out
+    assert "WARNING: learner.warmup_updates = 100 exceeds the run's" in said
+    assert "a new run is refused: loss.advantage 'dr_grpo' needs rollout.group_size ≥ 2" in said
+    assert main.main(["config", f"--workdir={tmp_path}"]) == 0  # has begun
+    assert "refused" not in capsys.readouterr().out
+
+
+def test_more_stop_tokens_than_a_request_may_have_are_refused_before_the_start(tmp_path, capsys):
+    files = write_hf(tmp_path / "files")
+    (files / "config.json").write_text(json.dumps({"eos_token_id": list(range(2, 10))}))
+    found = load_config(QUICKSTART)
+    found.tokenizer.update(kind="huggingface", path=str(files), stop_tokens=("a",))
+    said = "tokenizer.stop_tokens: 9 tokens end a completion, .* at most 8 may"
+    with pytest.raises(StartError, match=said):
+        machine.prepare(settings_of(found), tmp_path)
+    (tmp_path / "config.json").write_text(found.to_json())
+    assert main.main(["config", f"--config={tmp_path}/config.json"]) == 0
+    assert re.search(f"prompts are not counted: {said}", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"splits": [{}], "overlaps": []})])
