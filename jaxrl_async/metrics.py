@@ -67,8 +67,8 @@ METRICS: dict[str, str] = {
     "learner/learning_rate": "learning rate of the step's last update",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high, on eval/num_prompts of the "
-    "eval/num_fit prompts that fit, of eval/num_questions; eval/SET/… of each of evaluate.sets; eval/secs; "
-    "eval/validation",
+    "eval/num_fit prompts that fit, of eval/num_questions; eval/num_failed, answers that failed and count as not "
+    "right; eval/SET/… of each of evaluate.sets; eval/secs; eval/validation",
     "returned/": "groups returned since the run began, by reason",
     "retired/": "prompt indexes retired since the run began, by reason",
     "fairness/": "mean length since the run began, tokens: fairness/{prompt,completion}/{admitted,trained,dropped}",
@@ -238,6 +238,12 @@ def coverage_of(row: Mapping[str, float | None], prefix: str = "") -> str:
     num, fit, total = (row.get(f"{prefix}{name}") or 0 for name in names)
     left_out = f", {total - fit:.0f} do not fit rollout.max_prompt_tokens" if fit < total else ""
     return f"{num:.0f} of {total:.0f} prompts{left_out}" if total else ""
+
+
+def failed_of(row: Mapping[str, float | None], prefix: str = "") -> str:
+    """The answers of a row's scores whose rollout or reward failed, "3 answers failed"; "" without one."""
+    num = row.get(f"{prefix}num_failed")
+    return f"{num:.0f} answer{'s' * (num != 1)} failed" if num else ""
 
 
 class Timers:

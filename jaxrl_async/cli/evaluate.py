@@ -8,7 +8,7 @@ from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version, say_lost_best
 from jaxrl_async.evaluation.score import EvaluationError
-from jaxrl_async.metrics import coverage_of, score_names, score_text
+from jaxrl_async.metrics import coverage_of, failed_of, score_names, score_text
 from jaxrl_async.preflight import machine
 from jaxrl_async.rewards.pool import RewardError
 from jaxrl_async.runtime import keys
@@ -85,7 +85,8 @@ def main(argv: list[str]) -> int:
         for row in rows:
             cells = [f"{row['step']:>10}", *(f"{score_text(row, name):>{CELL}}" for name in names)]
             is_best = row["step"] == best and best != last and not prefix
-            print("  ".join([*cells, *([chosen] if is_best else [])]))
+            notes = (chosen if is_best else "", failed_of(row, prefix))
+            print("  ".join([*cells, *filter(None, notes)]))
     return 0
 
 

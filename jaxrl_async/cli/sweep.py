@@ -104,7 +104,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
         return _submit(flags, jobs, directory, stem)
     if not actions or flags.dry_run:
         for job in jobs:
-            print(job.shell if job.result() is None else f"# finished: {job.shell}")
+            print(f"# finished: {job.shell}" if job.scored() else job.shell)
         return 0
     for job, config in zip(jobs, configs, strict=True):
         _check_workdir(job, config)
@@ -152,7 +152,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
                 name=name,
                 directory=str(directory),
                 cwd=str(pathlib.Path.cwd()),
-                indexes=[i for i, job in enumerate(jobs) if job.result() is None],
+                indexes=[i for i, job in enumerate(jobs) if not job.scored()],
                 at_once=flags.jobs,
             )
         except ValueError as error:
@@ -162,7 +162,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
     if flags.dry_run:
         print(text, end="")
         if then:
-            if done := [job.name for job in jobs if job.result() is not None]:
+            if done := [job.name for job in jobs if job.scored()]:
                 print(f"# finished, not in the array: {', '.join(done)}")
             print(shlex.join(then))
         return 0

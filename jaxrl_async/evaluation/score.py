@@ -57,7 +57,7 @@ async def score(
 ) -> dict[str, float]:
     """Runs the rollout function num_samples + 1 times per prompt, and judges every sample; one set after another.
 
-    An answer whose rollout or reward fails is not right; such failures are counted in one warning.
+    An answer whose rollout or reward fails is not right; a warning of each set has the first of them.
 
     Args:
       sets: of prompts.
@@ -66,7 +66,7 @@ async def score(
       generate_of: (set, position of the prompt, sample) → its `generate`; sample 0 is the greedy one.
 
     Returns:
-      Of each set `scores.row` and its coverage; of a named one as NAME/SCORE.
+      Of each set `scores.row`, its coverage and num_failed, the answers that failed; of a named one as NAME/SCORE.
 
     Raises:
       EvaluationError, ServerError: from `generate`; no answer is judged then.
@@ -74,16 +74,17 @@ async def score(
     """
     row: dict[str, float] = {}
     for found in sets:
-        right = await _answers(found, num_samples, seed, functools.partial(generate_of, found))
-        of_set = scores.row(right[:, 0], right[:, 1:]) | found.coverage
+        generate = functools.partial(generate_of, found)
+        right, num_failed = await _answers(found, num_samples, seed, generate)
+        of_set = scores.row(right[:, 0], right[:, 1:]) | found.coverage | {"num_failed": num_failed}
         row |= {f"{found.prefix}{name}": value for name, value in of_set.items()}
     return row
 
 
 async def _answers(
     wanted: EvaluationSet, num_samples: int, seed: int, generate_of: Callable[[int, int], Generate]
-) -> np.ndarray:
-    """Whether answers are right: bool [P, 1 + n], the greedy ones first."""
+) -> tuple[np.ndarray, int]:
+    """Whether answers are right, bool [P, 1 + n], the greedy ones first; and the number that failed."""
     failures: list[Exception] = []
     runner = wanted.runner
 
@@ -123,7 +124,8 @@ async def _answers(
                 security.escaped(f"{type(failures[0]).__name__}: {failures[0]}"),
             ),
         )
-    return np.array([answer.result() for answer in answers]).reshape(len(wanted.prompts), -1)
+    right = np.array([answer.result() for answer in answers])
+    return right.reshape(len(wanted.prompts), -1), len(failures)
 
 
 def sampling_of(runner: Runner, *, temperature: float, seed: int, sample: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl_async import sealed
-from jaxrl_async.metrics import Rows, column, coverage_of, read_metrics
+from jaxrl_async.metrics import Rows, column, coverage_of, failed_of, read_metrics
 from jaxrl_async.report import plots, tables
 from jaxrl_async.report.tables import escape, number
 from jaxrl_async.report.warnings import warnings
@@ -56,6 +56,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
     prompts = coverage.read(workdir)
     left_out = prompts.warnings() if prompts else []
+    left_out += _failed_answers(points)
     shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
         "Reward": grid([*plots.reward(rows), *plots.components(rows), *plots.evaluations(points)])
@@ -97,6 +98,17 @@ def lost_rows(workdir: pathlib.Path, rows: Rows) -> list[str]:
     return [
         f"metrics.jsonl has no row of step {some}: lines of it are lost, and missing on this page."
     ]
+
+
+def _failed_answers(points: Rows) -> list[str]:
+    """A sentence for the last version of each evaluation set of which answers failed."""
+    last = {
+        prefix: f"{said}, in the evaluation of version {point['version']:.0f}, and count as not right."
+        for point in points
+        for prefix in plots.score_names([point])
+        if (said := failed_of(point, prefix))
+    }
+    return [f"{prefix.strip('/ ') or 'Test split'}: {said}" for prefix, said in last.items()]
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:
@@ -187,8 +199,9 @@ def _score_tiles(points: Rows) -> list[tuple[str, str, str]]:
     note = f"for version {scores[-1]['version']:.0f}"
     if len(scores) > 1:
         note += f"; {number(scores[0][name])} for version {scores[0]['version']:.0f}"
-    if of := coverage_of(scores[-1], prefix):
-        note += f"; {of}"
+    note = "; ".join(
+        filter(None, (note, *(f(scores[-1], prefix) for f in (coverage_of, failed_of))))
+    )
     return [(f"Held-out {name}", number(scores[-1][name]), note)]
 
 

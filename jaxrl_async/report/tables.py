@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.metrics import METRICS, Rows, column, coverage_of, score_text
+from jaxrl_async.metrics import METRICS, Rows, column, coverage_of, failed_of, score_text
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
 from jaxrl_async.samples import CompletionText
@@ -39,7 +39,7 @@ def scores(points: Rows) -> str:
 
     head, body = ["version"], [[f"{point['version']:.0f}"] for point in points]
     for prefix, names in found.items():
-        of = [coverage_of(point, prefix).partition(" prompts")[0] for point in points]
+        of = [prompts_of(point, prefix) for point in points]
         head += [*names, *[f"{prefix}prompts"] * any(of)]
         for point, cells, covered in zip(points, body, of, strict=True):
             cells += [*(score_text(point, name) for name in names), *[covered or "–"] * any(of)]
@@ -47,6 +47,12 @@ def scores(points: Rows) -> str:
     if len(points) > _MANY_POINTS:
         return f"<details><summary>{len(points)} evaluations</summary>{shown}</details>"
     return f"<h3>Held-out evaluation</h3>{shown}"
+
+
+def prompts_of(row: Mapping[str, float | None], prefix: str = "") -> str:
+    """A cell beside scores: "8 of 40, 3 answers failed"; "" where the row does not say."""
+    of = coverage_of(row, prefix).partition(" prompts")[0]
+    return ", ".join(filter(None, (of, failed_of(row, prefix))))
 
 
 def completions(

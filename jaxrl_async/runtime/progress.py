@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tqdm
 
-from jaxrl_async.metrics import coverage_of, score_names
+from jaxrl_async.metrics import coverage_of, failed_of, score_names
 from jaxrl_async.records import READS, QueueStatus, Wait
 
 LINES = 20  # of steps that a run without a terminal prints, about
@@ -155,7 +155,7 @@ def _wait_of_learner(status: QueueStatus | None) -> Wait | None:
 
 
 def score_of(rows: Sequence[Mapping[str, float]]) -> str:
-    """The score before and after a run, in words; "" of a run without rows.
+    """The score before and after a run, and the prompts that it is of, in words; "" of a run without rows.
 
     That of the first and last evaluation, where there are two; else the mean reward of the first and last steps.
     """
@@ -170,18 +170,19 @@ def score_of(rows: Sequence[Mapping[str, float]]) -> str:
     count = max(1, min(SCORE_STEPS, len(rewards) // 2))
     before, after = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     steps = "step" if count == 1 else f"{count} steps"
-    return f"mean reward {before:.3f} → {after:.3f} (first and last {steps})"
+    return f"mean reward in training {before:.3f} → {after:.3f} (first and last {steps})"
 
 
 def _greedy(
     first: Mapping[str, float | None], last: Mapping[str, float | None], prefix: str
 ) -> str:
     """The greedy accuracy of an evaluation set, "eval/" or "eval/SET/", before and after."""
-    name = prefix.removeprefix("eval/").replace("/", ": ")
+    split = "validation split" if last.get("eval/validation") else "test split"
+    name = prefix.removeprefix("eval/").removesuffix("/") or split
     before, after = (_of(row, f"{prefix}greedy") for row in (first, last))
     versions = f"version {_of(first, 'eval/version'):.0f} and {_of(last, 'eval/version'):.0f}"
-    of = "; ".join(filter(None, (versions, coverage_of(last, prefix))))
-    return f"{name}greedy accuracy {before:.3f} → {after:.3f} ({of})"
+    of = "; ".join(filter(None, (versions, coverage_of(last, prefix), failed_of(last, prefix))))
+    return f"{name}: greedy accuracy {before:.3f} → {after:.3f} ({of})"
 
 
 def _rates(rows: Sequence[Mapping[str, float | None]]) -> tuple[float, float]:

@@ -59,17 +59,17 @@ class Job:
         """The commands as one line for a shell."""
         return " && ".join(shlex.join(command) for command in self.commands)
 
-    def result(self) -> dict | None:
-        """The last row of evaluation.json, None if it is missing or of an earlier checkpoint."""
+    def scored(self) -> list[dict]:
+        """The rows of evaluation.json; none if it is missing or of an earlier checkpoint."""
         try:
             rows = sealed.read(self.workdir / "evaluation.json", remedy="", kind=list)
         except sealed.DamagedError:  # Missing, or half written: it is written again.
-            return None
-        return rows[-1] if rows and rows[-1]["step"] == self.num_steps else None
+            return []
+        return rows if rows and rows[-1]["step"] == self.num_steps else []
 
     def missing(self) -> list[tuple[str, ...]]:
         """The commands left to run; none if the point is finished."""
-        if self.result() is not None:
+        if self.scored():
             return []
         train, evaluate = self.commands
         steps = checkpoint_steps(self.workdir)
@@ -79,7 +79,7 @@ class Job:
 
     def state(self) -> str:
         """ "finished" | "running" | "failed: WHY" | "interrupted" | "waiting"."""
-        if self.result() is not None:
+        if self.scored():
             return FINISHED
         if not self.lock.exists():
             return "waiting"
@@ -162,7 +162,7 @@ class _Attempt:
         if self._commands:
             self._start(self._commands.pop(0))
             return None
-        if self.job.result() is None:
+        if not self.job.scored():
             return f"failed: no result of step {self.job.num_steps} in {self.job.workdir}/evaluation.json"
         return FINISHED
 

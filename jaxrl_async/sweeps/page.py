@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async import sealed
-from jaxrl_async.metrics import column, coverage_of, read_metrics, score_names
+from jaxrl_async.metrics import column, read_metrics, score_names
 from jaxrl_async.report import plots
 from jaxrl_async.report.page import CSS, grid
-from jaxrl_async.report.tables import escape, table
+from jaxrl_async.report.tables import escape, prompts_of, table
 from jaxrl_async.sweeps.driver import Job
 from jaxrl_async.sweeps.points import Sweep
 
@@ -109,11 +108,7 @@ def _result(point, job: Job) -> Result:
     rows = [row for row in read_metrics(job.workdir) if row.get("time/step_secs") is not None]
     secs = column(rows, "time/step_secs")
     tokens = np.nan_to_num(column(rows, "learner/tokens_per_sec")) * secs
-    after = job.result()
-    path = job.workdir / "evaluation.json"
-    first = sealed.read(path, remedy="delete it", kind=list)[0] if after else None
-    if first and first["step"] != 0:  # Version 0 was not scored: there is no "before".
-        first = None
+    scored = job.scored()
     return Result(
         name=point.name,
         label=point.label,
@@ -123,8 +118,8 @@ def _result(point, job: Job) -> Result:
         rewards=column(rows, "reward/mean"),
         secs=np.cumsum(secs),
         tokens=np.cumsum(tokens),
-        before=first,
-        after=after,
+        before=next((row for row in scored if row["step"] == 0), None),
+        after=scored[-1] if scored else None,
     )
 
 
@@ -166,19 +161,22 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def _score_table(results: Sequence[Result]) -> str:
-    names = next((list(r.after) for r in results if r.after), ["step"])
-    columns = [name for of_set in score_names(names).values() for name in of_set]
-    head = ["", "finished", "before: greedy", *(f"after: {name}" for name in columns)]
-    says = any(r.after and coverage_of(r.after) for r in results)
-    head += ["prompts"] * says
+    scored = [r.after for r in results if r.after]
+    sets = score_names(scored[0] if scored else ())
+    says = [prefix for prefix in sets if any(prompts_of(row, prefix) for row in scored)]
+    head = ["", "finished", "before: greedy"]
+    for prefix, names in sets.items():
+        head += [*(f"after: {name}" for name in names), *[f"{prefix}prompts"] * (prefix in says)]
     lines = []
     for label, group in grouped(results).items():
-        done = [r for r in group if r.after]
-        before = _mean([r.before for r in done], "greedy")
-        cells = [f"{len(done)} of {len(group)}", before]
-        cells += [_mean([r.after for r in done], name) for name in columns]
-        of = {coverage_of(r.after).partition(" prompts")[0] for r in done}
-        lines.append([label, *cells, *[", ".join(sorted(filter(None, of))) or "–"] * says])
+        done = [r.after for r in group if r.after]
+        before = [r.before for r in group if r.after]
+        cells = [label, f"{len(done)} of {len(group)}", _mean(before, "greedy")]
+        for prefix, names in sets.items():
+            of = sorted({prompts_of(row, prefix) for row in done} - {""})
+            cells += [_mean(done, name) for name in names]
+            cells += ["; ".join(of) or "–"] * (prefix in says)
+        lines.append(cells)
     return table(head, lines, stacked=True)
 
 

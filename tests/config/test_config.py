@@ -696,6 +696,7 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     counts = {"num_prompts": 8, "num_fit": 8, "num_questions": 40}
     rows = [{"step": step, "greedy": 0.5, "few/greedy": 0.25} | counts for step in (0, 40, 100)]
+    rows[0] |= {"num_failed": 3, "few/num_failed": 1}
     monkeypatch.setattr("jaxrl_async.tools.evaluate.evaluate", lambda *_: rows)
     assert main.main(["evaluate", f"--workdir={tmp_path}"]) == 0
     said = capsys.readouterr()
@@ -703,7 +704,8 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     first, *lines = said.out.splitlines()
     assert first == "test split: 8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens"
     assert lines[0].split() == lines[5].split() == ["step", "greedy"]
-    assert lines[4] == "few: " and lines[6].split() == ["0", "0.250"]
+    assert lines[4] == "few: " and lines[6].split() == ["0", "0.250", "1", "answer", "failed"]
+    assert lines[1].endswith("0.500  3 answers failed") and "failed" not in lines[2] + lines[7]
     assert [
         line.split()[0] for line in said.out.splitlines() if f"on the {split} prompts" in line
     ] == ["40"]

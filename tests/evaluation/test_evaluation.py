@@ -258,6 +258,7 @@ def test_a_reward_that_hangs_or_crashes_is_not_right_and_is_counted(tmp_path, mo
         runner_of(single_turn), sums.Engine(), functools.partial(pool, "hostile_reward:reward")
     )
     assert row["greedy"] == row["pass@1"] == pytest.approx(2 / 6)
+    assert row["num_failed"] == 6
     assert "6 of 18 rollouts or rewards failed and count as not right" in caplog.text
 
 

@@ -117,6 +117,7 @@ def test_a_rollout_that_fails_is_not_right_and_is_counted(servers, tmp_path, cap
     servers[0].version = "8"
     row = evaluate(make(tmp_path, ["", "", ""], function=fails), servers[0])
     assert (row["eval/greedy"], row["eval/pass@1"]) == pytest.approx((1 / 3, 1 / 3))
+    assert row["eval/num_failed"] == 6
     assert (
         "6 of 9 rollouts or rewards failed" in caplog.text and "KeyError: 'a typo'" in caplog.text
     )

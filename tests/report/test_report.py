@@ -258,7 +258,7 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
 def test_scores_stand_beside_the_prompts_that_they_are_of(tmp_path):
     counts = {"num_prompts": 8, "num_fit": 8, "num_questions": 40}
     of_hard = {f"hard/{name}": value for name, value in (counts | {"num_prompts": 5}).items()}
-    scored = {"greedy": 0.5, "hard/greedy": 0.25} | counts | of_hard
+    scored = {"greedy": 0.5, "hard/greedy": 0.25, "hard/num_failed": 2} | counts | of_hard
     logged = {f"eval/{name}": value for name, value in scored.items()}
     write_run(tmp_path, [row(**logged | {"eval/version": 1, "eval/validation": 1.0})])
     (tmp_path / "evaluation.json").write_text(json.dumps([{"step": 1} | scored]))
@@ -273,10 +273,12 @@ def test_scores_stand_beside_the_prompts_that_they_are_of(tmp_path):
     heads = re.findall(r"<th(?: [^>]*)?>([^<]*)", table)
     assert heads[1:3] == ["greedy", "prompts"] and heads[3:5] == ["hard/greedy", "hard/prompts"]
     assert heads[5:] == ["validation greedy", "validation prompts"]
-    assert table.count(">8 of 40<") == 2 and table.count(">5 of 40<") == 1
+    assert table.count(">8 of 40<") == 2 and table.count(">5 of 40, 2 answers failed<") == 1
     titles = [figure.title for figure in plots.evaluations(points)]
     assert titles == ["Held-out scores", "Held-out scores: hard"]
     assert "8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens" in pages._tiles(rows, points)
+    page = report.write_report(tmp_path).read_text()
+    assert "hard: 2 answers failed, in the evaluation of version 1, and count as not right." in page
 
 
 def test_prompts_that_are_left_out_and_overlaps_are_warned_about(tmp_path):

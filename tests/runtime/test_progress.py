@@ -209,18 +209,20 @@ def test_a_role_at_work_does_not_wait_for_itself():
 def test_the_score_is_of_evaluations_or_of_the_first_and_last_rewards():
     rows = [row(i, **{"reward/mean": float(i)}) for i in range(1, 13)]
     # Means of 1 to 5 and of 8 to 12.
-    assert score_of(rows) == "mean reward 3.000 → 10.000 (first and last 5 steps)"
-    assert score_of(rows[:2]) == "mean reward 1.000 → 2.000 (first and last step)"
+    assert score_of(rows) == "mean reward in training 3.000 → 10.000 (first and last 5 steps)"
+    assert score_of(rows[:2]) == "mean reward in training 1.000 → 2.000 (first and last step)"
     rows[2] |= {"eval/greedy": 0.25, "eval/version": 0.0}
     rows[5] |= {"eval/version": 4.0}  # It failed.
     rows[9] |= {"eval/greedy": 0.75, "eval/version": 8.0}
-    assert score_of(rows) == "greedy accuracy 0.250 → 0.750 (version 0 and 8)"
+    assert score_of(rows) == "test split: greedy accuracy 0.250 → 0.750 (version 0 and 8)"
     rows[9] |= {"eval/num_prompts": 8, "eval/num_fit": 8, "eval/num_questions": 40}
+    rows[9] |= {"eval/validation": 1.0, "eval/hard/num_failed": 3.0}
     for i, value in ((2, 0.0), (9, 0.5)):
         rows[i] |= {"eval/hard/greedy": value}
     assert score_of(rows) == (
-        "greedy accuracy 0.250 → 0.750 (version 0 and 8; 8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens); "
-        "hard: greedy accuracy 0.000 → 0.500 (version 0 and 8)"
+        "validation split: greedy accuracy 0.250 → 0.750 (version 0 and 8; 8 of 40 prompts, 32 do not fit "
+        "rollout.max_prompt_tokens); "
+        "hard: greedy accuracy 0.000 → 0.500 (version 0 and 8; 3 answers failed)"
     )
     assert score_of([]) == score_of([{"step": 1, "reward/mean": None}]) == ""
 
@@ -233,7 +235,7 @@ def test_the_end_names_the_score_and_the_next_command(tmp_path):
     (workdir / "metrics.jsonl").write_text(text)
     assert train.ending(workdir).splitlines() == [
         f"done: {workdir}",
-        "score: mean reward 0.250 → 0.500 (first and last step)",
+        "score: mean reward in training 0.250 → 0.500 (first and last step)",
         f"next: python -m jaxrl_async report '--workdir={workdir}'",
     ]
 

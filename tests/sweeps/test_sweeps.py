@@ -381,7 +381,7 @@ def test_an_evaluation_of_an_earlier_step_or_half_of_one_is_no_result(text, jobs
     (job.workdir / "evaluation.json").write_text(text)
     assert run([job]) == {"a": "finished"}
     assert calls(tmp_path / "DIR") == ["a train resumed", "a evaluate"]
-    assert job.result() == {"step": NUM_STEPS, "greedy": 0.5}
+    assert job.scored()[-1] == {"step": NUM_STEPS, "greedy": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -701,14 +701,16 @@ def test_the_page_has_a_column_a_score_links_and_the_reports_colors(jobs, tmp_pa
     write_workdir(job, [(1, 2.0, 10.0, 0.5)], 0.5)
     scores = [
         {"step": s, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.6, "num_prompts": 8}
-        | {"num_fit": 8, "num_questions": 40}
+        | {"num_fit": 8, "num_questions": 40, "num_failed": 2}
+        | {"hard/greedy": 0.25, "hard/num_prompts": 3, "hard/num_fit": 3, "hard/num_questions": 5}
         for s in (0, NUM_STEPS)
     ]
     (job.workdir / "evaluation.json").write_text(json.dumps(scores))
     sweep = Sweep("c.py", (Point("a", {}),))
     text = page.write_page(sweep, [job], tmp_path / "DIR").read_text()
     assert "after: greedy" in text and "_low" not in text and "_high" not in text
-    assert "num_prompts" not in text and ">8 of 40<" in text
+    assert "num_prompts" not in text
+    assert ">8 of 40, 2 answers failed<" in text and ">3 of 5<" in text and "hard/prompts" in text
     way = os.path.relpath(job.workdir, tmp_path / "DIR")
     assert f'<a href="{way}">a</a>' in text
     (job.workdir / "report.html").touch()
