@@ -2,7 +2,8 @@
 
 - Weights that stay loadable. On a CPU vLLM packs its linear layers when they are loaded, and drops what it packed: a
   reload then changes norms and embeddings, and leaves the layers between them at the version before. Without packing,
-  a layer computes with its weight as it is. Nothing is changed on other devices.
+  a layer computes with its weight as it is. Experts it packs once, and takes those of a reload as packed: they are
+  packed each time. Nothing is changed on other devices.
 - Seeds on a CPU. A prompt that is computed in parts has its first token discarded and its stream set back, which no
   stream of a CPU can do: without this the server dies of a seeded request.
 - Versions for a server that was started without weights (`--load-format dummy`), which vLLM itself does not reload.
@@ -21,6 +22,9 @@ import torch
 from safetensors import safe_open
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.platforms import current_platform
 
 
@@ -68,6 +72,19 @@ def _keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
 
+_set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+
+def _pack_again(
+    self: UnquantizedFusedMoEMethod, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor
+) -> None:
+    """In the place of `UnquantizedFusedMoEMethod._setup_kernel`, which packs experts when they are loaded first."""
+    is_reload = self.moe_kernel is not None
+    _set_up(self, layer, w13, w2)
+    if is_reload:
+        self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
 class _Generator(torch.Generator):
     """A stream that cannot go back: where vLLM discards the token of a prompt's first part, it skips a number."""
 
@@ -81,3 +98,4 @@ class _Generator(torch.Generator):
 if current_platform.is_cpu():
     torch.Generator = _Generator
     utils.dispatch_cpu_unquantized_gemm = _keep
+    UnquantizedFusedMoEMethod._setup_kernel = _pack_again

@@ -316,3 +316,36 @@ async def test_a_real_vllm_without_the_extension_mixes_two_versions_and_is_refus
             await kind.rename("2", timeout_secs=SECS)
             with pytest.raises(UnfitServerError, match="does not sample with version 2"):
                 await PROMPTS.check(kind, address, store.get(2), "2", **call)
+
+
+@pytest.mark.long
+async def test_a_real_vllm_loads_experts_again(tmp_path):
+    """No family here has experts yet, so that transformers makes and scores both versions."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    sizes = dict(
+        vocab_size=60, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=32
+    )
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256)
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, initializer_range=0.2)
+    models = []
+    for version in (1, 2):
+        torch.manual_seed(version)
+        models.append(transformers.Qwen3MoeForCausalLM(config).float().eval())
+        models[-1].save_pretrained(tmp_path / str(version))
+    flags, log = ("--load-format=auto",), tmp_path / "server.log"
+    with real_servers.serving("vllm", None, tmp_path / "1", log, *flags) as address:
+        async with InferenceClient(api_key=real_servers.API_KEY) as client:
+            kind = await client.recognise(address, timeout_secs=SECS)
+            for version, model in enumerate(models, 1):
+                body = {"method": "load_version", "kwargs": {"path": str(tmp_path / str(version))}}
+                await kind.post("/collective_rpc", body, SECS)
+                # Of other lengths, so that no prompt is in the cache of prefixes.
+                prompt = list(range(1, 10 + 20 * version))
+                asked = Request(str(version), prompt, {"max_new_tokens": 20}, any_weights=True)
+                found = await kind.generate(asked, timeout_secs=SECS)
+                row = torch.tensor([prompt + found.tokens.tolist()])
+                with torch.no_grad():
+                    scores = model(row[:, :-1]).logits.log_softmax(-1)[0, len(prompt) - 1 :]
+                expected = scores.gather(1, row[0, len(prompt) :, None])[:, 0].numpy()
+                np.testing.assert_allclose(found.logprobs, expected, atol=1e-5)
