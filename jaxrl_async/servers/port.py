@@ -249,6 +249,8 @@ class Push(Protocol):
     @property
     def options(self) -> PushOptions: ...
     @property
+    def is_first(self) -> bool: ...  # to this server, since it started
+    @property
     def compares_all(self) -> bool: ...  # digests of tensors; else a part
     @property
     def flush_cache(self) -> bool: ...  # whether the load empties the prefix cache

@@ -1,11 +1,9 @@
-"""SGLang: it verifies nothing itself, so that its weights have no version's name until their checksums are compared.
+"""SGLang, which is compared.
 
-    disk         it reads a directory that it can see; of adapters, without a pause
-    tensor       tensors over HTTP, without a shared file system
-    distributed  a broadcast to all that want the version at the same time (`extras.collective`)
-    stream       files, to a sidecar before it (`extras.relay`)
-
-It holds several adapters: a request names the newest, and keeps it.
+disk         it reads a directory that it can see; of adapters, without a pause
+tensor       tensors over HTTP, without a shared file system
+distributed  a broadcast to all that want the version at the same time (`extras.collective`)
+stream       files, to a sidecar before it (`extras.relay`)
 """
 
 import asyncio
@@ -13,30 +11,29 @@ import base64
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import pickle
 import re
 import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from jaxrl_async.security import is_loopback
 from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.completions import read_version
-from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.servers.kinds.compared import Compared
 from jaxrl_async.servers.kinds.intake import Intake
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import ADAPTER, StoredVersion
 
 
-class Sglang(SglangApi):
+class Sglang(SglangApi, Compared):
     """One SGLang server."""
 
+    CHECKSUMS = "/weights_checker"
     WAYS: ClassVar = {
         "disk": (protocol.UPDATE_FROM_DISK, "/update_weight_version"),
         "tensor": ("/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"),
@@ -64,20 +61,9 @@ class Sglang(SglangApi):
         if not request.adapters:
             return await super().generate(request, timeout_secs=timeout_secs)
         deadline = asyncio.get_running_loop().time() + timeout_secs
-        name = await self._newest_adapter(request.run_id, timeout_secs)
+        name = await self.newest_adapter(request.run_id, timeout_secs)
         left = max(deadline - asyncio.get_running_loop().time(), 1e-3)
         return await self.generate_alone(request, left, name)
-
-    async def _newest_adapter(self, run_id: str, timeout_secs: float) -> str:
-        """The name of the adapter that it got last.
-
-        Raises:
-          ForeignVersionError: it has none of a push, as after its restart.
-        """
-        name = (await self.report(timeout_secs=timeout_secs)).get(protocol.WEIGHT_VERSION)
-        with self.reading(self.INFO):
-            read_version(name, run_id)
-        return str(name)
 
     # Pushes.
 
@@ -88,8 +74,7 @@ class Sglang(SglangApi):
     async def disk(self, push: port.Push) -> None:
         """The server reads the version from a directory that it can see."""
         if push.stored.is_adapter:
-            path = os.fspath(push.stored)
-            await self.add_adapter(push, functools.partial(self.load_adapter, path=path))
+            await self.add_adapter(push)
             return
         async with push.paused(self, await self.verification(push)) as name:
             await self.update_from_disk(push, name)
@@ -101,13 +86,13 @@ class Sglang(SglangApi):
         sending pickles; nothing is unpickled here.
         """
         torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
-        settings = await self.server_info(timeout_secs=push.left())
+        settings = await self.settings_of(push)
         num_ranks = settings.get("tp_size", 1)
         if push.stored.is_adapter:
             await self._send_adapter(push, num_ranks, torch)
             return
         parts = buckets(push.stored, BUCKET_BYTES)
-        verify = await self.verification(push, settings)
+        verify = await self.verification(push)
         async with self.session(push, verify) as name:
             for number, part in enumerate(parts, 1):
                 push.check_wanted()
@@ -123,7 +108,7 @@ class Sglang(SglangApi):
 
         Needs PyTorch in this environment: rank 0 is a process of its own, with this one's interpreter.
         """
-        settings = await self.server_info(timeout_secs=push.left())
+        settings = await self.settings_of(push)
         for size in ("pp_size", "dp_size"):
             if (found := settings.get(size, 1)) != 1:
                 raise push.error(f"has {size} {found}, and 'distributed' needs 1")
@@ -133,7 +118,7 @@ class Sglang(SglangApi):
             raise push.error(
                 f"must find the learner at weights.rendezvous, and {host} is of this machine alone"
             )
-        verify = await self.verification(push, settings)
+        verify = await self.verification(push)
 
         await push.collective.deliver(
             self,
@@ -145,28 +130,8 @@ class Sglang(SglangApi):
             buckets=buckets(push.stored, BROADCAST_BYTES),
         )
 
-    async def verification(
-        self, push: port.Push, settings: Mapping[str, Any] | None = None
-    ) -> Callable[[], Awaitable[None]]:
-        """Computes the checksums of a version while the server still samples; returns their comparison."""
-        if settings is None:
-            settings = await self.server_info(timeout_secs=push.left())
-        expected = await checksums.expect(
-            self.address, push.stored, settings, timeout_secs=push.left()
-        )
-        return functools.partial(self._verify, push, expected)
-
-    async def _verify(self, push: port.Push, expected: checksums.Expected) -> None:
-        """Raises ServerError where it holds other weights than the version's; else they get its name."""
-        part = expected
-        if not push.compares_all:
-            part = checksums.part_of(expected, push.files.version)
-        skipped = sorted(expected.names - part.names)
-        found = await self.checksums(timeout_secs=push.left(), skipped=skipped)
-        if (reason := checksums.difference(found, part)) is not None:
-            raise port.ServerError(self.address, "/weights_checker", reason, retryable=False)
-        await self.rename(push.name, timeout_secs=push.left())
-        await self.verify_name(push)
+    async def settings(self, *, timeout_secs: float) -> dict[str, Any]:
+        return await self.server_info(timeout_secs=timeout_secs)
 
     @contextlib.asynccontextmanager
     async def session(
@@ -190,16 +155,11 @@ class Sglang(SglangApi):
             await self.update("/end_weight_update", {}, push.left())
 
     async def checksums(
-        self, *, timeout_secs: float, skipped: Sequence[str] = ()
+        self, *, timeout_secs: float, names: Collection[str] = (), skipped: Collection[str] = ()
     ) -> dict[str, str]:
-        """A hash of every tensor that it holds but the skipped, by SGLang's (fused) names, of its first rank.
-
-        On the CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, in hex.
-        """
-        route = "/weights_checker"
         skip = {"skip_tensor_list": list(skipped)} if skipped else {}
-        answer = await self.post(route, {"action": "checksum"} | skip, timeout_secs)
-        with self.reading(route):
+        answer = await self.post(self.CHECKSUMS, {"action": "checksum"} | skip, timeout_secs)
+        with self.reading(self.CHECKSUMS):
             return dict(answer["ranks"][0]["checksums"])
 
     # Adapters.
@@ -216,33 +176,12 @@ class Sglang(SglangApi):
 
         await self.add_adapter(push, load)
 
-    async def add_adapter(self, push: port.Push, load: Callable[..., Awaitable[None]]) -> None:
-        """Gives the server one more adapter, which new requests then ask for, and removes old ones first.
-
-        The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
-        restarted has another.
-        """
-        push.check_wanted()
-        held = await self.adapters(timeout_secs=push.left())
-        others = [other for other in held if other != push.name]
-        for old in others[: max(len(others) - push.options.keep_adapters, 0)]:
-            # Once no request uses it. The server takes no other adapter before.
-            await self.update("/unload_lora_adapter", {"lora_name": old}, push.left())
-        if push.name not in held:  # A name has the same weights for ever.
-            await load(push.name, timeout_secs=push.left())
-        await self.rename(push.name, timeout_secs=push.left())
-        await self.verify_name(push)
-
     async def load_adapter(self, name: str, *, path: str, timeout_secs: float) -> None:
-        """Gives it one more adapter, from a directory in PEFT's layout that it can see."""
         body = {"lora_name": name, "lora_path": path}
         await self.update("/load_lora_adapter", body, timeout_secs)
 
-    async def adapters(self, *, timeout_secs: float) -> list[str]:
-        """The names of the adapters that it holds, the least recently used first."""
-        answer = await self.get("/v1/models", timeout_secs)
-        with self.reading("/v1/models"):
-            return [model["id"] for model in answer["data"] if model.get("parent")]
+    async def unload_adapter(self, name: str, *, timeout_secs: float) -> None:
+        await self.update("/unload_lora_adapter", {"lora_name": name}, timeout_secs)
 
     # The preflight.
 
@@ -333,7 +272,7 @@ class Sglang(SglangApi):
             return
         names = await self.checksums(timeout_secs=checks.left()["timeout_secs"])
         layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
-        checks.layers("/weights_checker", len(layers))
+        checks.layers(self.CHECKSUMS, len(layers))
 
 
 class Relayed(Sglang, Intake):

@@ -2,9 +2,7 @@
 
 With a sidecar before it (`extras.relay`) the weights come in pieces, and its control routes ask for a key.
 
-It verifies nothing itself, and on a CPU its own reload changes a part of the weights alone: weights have no version's
-name until the digest of every tensor, as it lies on the device, is that of the version. Adapters are loaded without a
-pause; a request names the newest, and keeps it.
+It is compared: on a CPU its own reload changes a part of the weights alone. Adapters are loaded without a pause.
 
 A vLLM that takes part is started with FLAGS; docs/servers.md says what each is for.
 """
@@ -13,16 +11,15 @@ import functools
 import os
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from jaxrl_async.security import is_loopback
 from jaxrl_async.servers import answers, port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.completions import checked_completion, integers, read_version
-from jaxrl_async.servers.kinds import checksums
-from jaxrl_async.servers.kinds.base import HttpKind
+from jaxrl_async.servers.completions import checked_completion, integers
 from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.servers.kinds.compared import MODELS, Compared
 from jaxrl_async.servers.kinds.intake import Intake
 from jaxrl_async.versions import protocol
 
@@ -35,7 +32,6 @@ CHECKSUMS = "/weight_checker"
 RENAME = "/update_weight_version"
 LOAD_ADAPTER = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
-MODELS = "/v1/models"
 SETTINGS = "/server_info"
 OLDEST = (0, 32)
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which it takes one as the largest
@@ -46,10 +42,11 @@ FLAGS = (
 )
 
 
-class Vllm(HttpKind):
+class Vllm(Compared):
     """One vLLM server."""
 
     INFO = "/weight_info"
+    CHECKSUMS = CHECKSUMS
     WAYS: ClassVar = {"disk": (CHECKSUMS, RENAME, RPC)}
     ADAPTER_WAYS: ClassVar = {"disk": (LOAD_ADAPTER, RENAME)}
 
@@ -68,8 +65,7 @@ class Vllm(HttpKind):
         """Samples one completion; with adapters, by the newest, whose name its tokens get."""
         adapter = None
         if request.adapters:
-            info = await self.report(timeout_secs=timeout_secs)
-            adapter = self._newest_adapter(info, request.run_id)
+            adapter = await self.newest_adapter(request.run_id, timeout_secs)
         body = {"request_id": request.rid, "token_ids": request.input_ids}
         body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
         self._running.add(request.rid)
@@ -80,11 +76,6 @@ class Vllm(HttpKind):
             self._running.discard(request.rid)
         with self.reading(GENERATE, f"answer to {request.rid}", retryable=True):
             return _completion(answer, request, adapter)
-
-    def _newest_adapter(self, info: Mapping[str, Any], run_id: str) -> str:
-        with self.reading(self.INFO):
-            read_version(name := info.get(protocol.WEIGHT_VERSION), run_id)
-        return str(name)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request of this process whose id starts with `rid`, or all of the server when it is None."""
@@ -124,28 +115,18 @@ class Vllm(HttpKind):
     async def disk(self, push: port.Push) -> None:
         """The server reads the version from a directory that it can see."""
         if push.stored.is_adapter:
-            await self._add_adapter(push)
+            await self.add_adapter(push)
             return
-        settings = await self.settings(timeout_secs=push.left())
-        async with push.paused(self, await self.verification(push, settings)):
+        settings = await self.settings_of(push)
+        async with push.paused(self, await self.verification(push)):
             key, method = "path", "load_version"
-            if not _is_extended(settings["vllm"]):
+            if not self.digests_parts(settings):
                 key, method = "weights_path", "reload_weights"
             await self._rpc(method, push.left(), **{key: os.fspath(push.stored)})
 
-    async def verification(
-        self, push: port.Push, settings: Mapping[str, Any] | None = None
-    ) -> Callable[[], Awaitable[None]]:
-        """Computes the digests of a version while the server still samples; returns their comparison."""
-        if settings is None:
-            settings = await self.settings(timeout_secs=push.left())
-        expected = await checksums.expect(
-            self.address, push.stored, settings, timeout_secs=push.left()
-        )
-        extended = _is_extended(settings["vllm"])
-        if not push.compares_all and extended:  # vLLM's own route digests all tensors.
-            expected = checksums.part_of(expected, push.files.version)
-        return functools.partial(self._verify, push, expected, extended)
+    def digests_parts(self, settings: Mapping[str, Any]) -> bool:
+        """By its extension; vLLM's own route digests all tensors."""
+        return _is_extended(settings["vllm"])
 
     async def _rpc(self, method: str, timeout_secs: float, **kwargs: Any) -> Any:
         """Calls a method of every worker; the answer of the first."""
@@ -154,27 +135,13 @@ class Vllm(HttpKind):
         with self.reading(RPC):
             return answer["results"][0]
 
-    async def _verify(self, push: port.Push, expected: checksums.Expected, extended: bool) -> None:
-        """Raises ServerError where it holds other weights than the version's; else they get its name."""
-        names = sorted(expected.names) if extended and not push.compares_all else None
-        found = await self.checksums(timeout_secs=push.left(), names=names)
-        if (reason := checksums.difference(found, expected)) is not None:
-            raise port.ServerError(self.address, CHECKSUMS, reason, retryable=False)
-        await self.rename(push.name, timeout_secs=push.left())
-        await self.verify_name(push)
-
     async def checksums(
-        self, *, timeout_secs: float, names: Sequence[str] | None = None
+        self, *, timeout_secs: float, names: Collection[str] = (), skipped: Collection[str] = ()
     ) -> dict[str, str]:
-        """The first 8 bytes of the SHA-256 of each tensor of its first rank, in hex, by vLLM's (fused) names.
-
-        Args:
-          names: of a part of them, which its extension digests; None for all.
-        """
-        if names is None:
-            answer = await self.post(CHECKSUMS, {"action": "checksum"}, timeout_secs)
+        if names:
+            answer = {"checksums": await self._rpc("digests", timeout_secs, names=list(names))}
         else:
-            answer = {"checksums": await self._rpc("digests", timeout_secs, names=names)}
+            answer = await self.post(CHECKSUMS, {"action": "checksum"}, timeout_secs)
         found = {}
         with self.reading(CHECKSUMS):
             for key, digest in answer["checksums"].items():
@@ -198,24 +165,12 @@ class Vllm(HttpKind):
                 "dtype": str(model["dtype"]).removeprefix("torch."),
             }
 
-    async def _add_adapter(self, push: port.Push) -> None:
-        """Gives the server one more adapter, which new requests then ask for, and removes old ones first."""
-        push.check_wanted()
-        held = [model["id"] for model in await self._models(push.left()) if model.get("parent")]
-        others = [name for name in held if name != push.name]
-        for old in others[: max(len(others) - push.options.keep_adapters, 0)]:
-            await self.post(UNLOAD_ADAPTER, {"lora_name": old}, push.left(), is_control=False)
-        if push.name not in held:  # A name has the same weights for ever.
-            load = {"lora_name": push.name, "lora_path": os.fspath(push.stored)}
-            await self.post(LOAD_ADAPTER, load, push.left(), is_control=False)
-        await self.rename(push.name, timeout_secs=push.left())
-        await self.verify_name(push)
+    async def load_adapter(self, name: str, *, path: str, timeout_secs: float) -> None:
+        load = {"lora_name": name, "lora_path": path}
+        await self.post(LOAD_ADAPTER, load, timeout_secs, is_control=False)
 
-    async def _models(self, timeout_secs: float) -> list[dict[str, Any]]:
-        """What it serves: its model, and its adapters, the oldest first."""
-        answer = await self.get(MODELS, timeout_secs)
-        with self.reading(MODELS):
-            return [dict(model, id=model["id"]) for model in answer["data"]]
+    async def unload_adapter(self, name: str, *, timeout_secs: float) -> None:
+        await self.post(UNLOAD_ADAPTER, {"lora_name": name}, timeout_secs, is_control=False)
 
     # The preflight.
 
