@@ -72,53 +72,35 @@ class UnavailableError(RuntimeError):
     """The engine cannot serve: no weights yet, a full queue, or an ended thread."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Engine:
     """Serves requests until it is closed or its thread dies.
 
-    Every method but `start` and `close` may be called from any thread and returns at once.
+    Every method but `start` and `close` may be called from any thread and returns at once. Nothing is allocated on the
+    device before `start`.
     """
 
-    def __init__(
-        self,
-        config: transformer.ModelConfig,
-        *,
-        num_slots: int,
-        max_total_tokens: int,
-        decode_chunk: int,
-        max_queued_requests: int,
-        name: str,
-        release_cache: bool = False,
-        base: str = "",
-        device: jax.Device | None = None,
-        device_lock: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
-    ):
-        """Allocates nothing on the device.
+    config: transformer.ModelConfig
+    _: dataclasses.KW_ONLY
+    num_slots: int  # requests decoded together
+    max_total_tokens: int  # bound on prompt + completion of one request
+    decode_chunk: int  # decode steps between two checks for commands
+    max_queued_requests: int  # requests that may wait beyond those in slots
+    name: str  # of the thread, and in errors
+    release_cache: bool = False  # give the cache's memory back while no request is live
+    # Of a model with adapters, the directory of its other weights. They are read with the first adapters, unless
+    # `freeze` or the first update brings them.
+    base: str = ""
+    device: jax.Device | None = None  # where it runs; None for the first of this process
+    # Held while the device is used for requests, where others use it too.
+    device_lock: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
-        Args:
-          config: the model's shape.
-          num_slots: requests decoded together.
-          max_total_tokens: bound on prompt + completion of one request.
-          decode_chunk: decode steps between two checks for commands.
-          max_queued_requests: requests that may wait beyond those in slots.
-          name: of the thread, and in errors.
-          release_cache: give the cache's memory back while no request is live.
-          base: of a model with adapters, the directory of its other weights. They are read with the first adapters,
-            unless `freeze` or the first update brings them.
-          device: where it runs; None for the first of this process.
-          device_lock: held while the device is used for requests, where others use it too.
-        """
-        self.config = config
-        self.name = name
-        self.num_slots = num_slots
-        self.max_total_tokens = max_total_tokens
-        self.decode_chunk = decode_chunk
-        self.max_queued_requests = max_queued_requests
-        self._base_path, self._base = base, None
-        self._releases_cache, self._device, self._device_lock = release_cache, device, device_lock
+    def __post_init__(self):
+        self._base = None  # the weights beside the adapters
         # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._loader = concurrent.futures.ThreadPoolExecutor(1, f"{name}-loader")
+        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._loader = concurrent.futures.ThreadPoolExecutor(1, f"{self.name}-loader")
         # Shared with the callers, under the lock.
         self._lock = threading.Lock()
         self._commands = queue.SimpleQueue()
@@ -133,11 +115,11 @@ class Engine:
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # _Live
         self._running = {}  # slot -> _Live
-        self._free = list(range(num_slots))
-        self._lengths = np.zeros(num_slots, np.int32)  # tokens of each slot's sequence
-        self._tokens = np.zeros((num_slots, max_total_tokens), np.int32)
-        self._logprobs = np.zeros((num_slots, max_total_tokens), np.float32)
-        self._slots = programs.empty_slots(num_slots)
+        self._free = list(range(self.num_slots))
+        self._lengths = np.zeros(self.num_slots, np.int32)  # tokens of each slot's sequence
+        shape = self.num_slots, self.max_total_tokens
+        self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        self._slots = programs.empty_slots(self.num_slots)
 
     def start(self) -> None:
         """Compiles every program and starts the thread; afterwards nothing is compiled but those of `score`."""
@@ -146,7 +128,7 @@ class Engine:
             num_slots=self.num_slots,
             max_total_tokens=self.max_total_tokens,
             decode_chunk=self.decode_chunk,
-            device=self._device,
+            device=self.device,
         )
         self._programs = programs.Programs(shapes)
         self._cache = self._programs.empty_cache()
@@ -267,7 +249,7 @@ class Engine:
 
         def command():
             try:
-                with self._device_lock():
+                with self.device_lock():
                     scores = self._programs.score(self._weights.params, tokens, temperature)
                 if not np.isfinite(scores.logprobs).all():
                     raise ValueError("they are not finite")
@@ -289,7 +271,7 @@ class Engine:
         Raises:
           WeightsError: names, shapes or numbers are not the model's.
         """
-        self._base = loading.share(base, self.config, self._device)
+        self._base = loading.share(base, self.config, self.device)
 
     def update_weights(
         self, params: nnx.State, version: str, *, copy: bool = True
@@ -312,7 +294,7 @@ class Engine:
           WeightsError: names, shapes or numbers are not the model's.
         """
         place = loading.to_device if copy else loading.share
-        loaded = loading.Loaded(self._whole(place(params, self.config, self._device)))
+        loaded = loading.Loaded(self._whole(place(params, self.config, self.device)))
         future = self._new_future()
         self._post_update(_Update(loaded, version, "retract", False, future))
         return future
@@ -373,11 +355,11 @@ class Engine:
         def load():
             try:
                 try:
-                    loaded = loading.read(model_path, self.config, self._device)
+                    loaded = loading.read(model_path, self.config, self.device)
                 except loading.NoRoomError:
                     if not (spares_cache and self._post(self._spare_cache).result()):
                         raise
-                    loaded = loading.read(model_path, self.config, self._device)
+                    loaded = loading.read(model_path, self.config, self.device)
                 use(dataclasses.replace(loaded, params=self._whole(loaded.params)), future)
             except Exception as error:
                 _resolve(future, error=error)
@@ -434,7 +416,7 @@ class Engine:
         if jax.tree.leaves(base):
             self._base = base
         elif self._base is None:
-            self._base = loading.read_base(self._base_path, self.config, self._device)
+            self._base = loading.read_base(self.base, self.config, self.device)
         return lora.join(adapters, self._base)
 
     def _new_future(self):
@@ -474,12 +456,12 @@ class Engine:
                 self._obey()
                 self._apply_updates()
                 if self._can_admit():
-                    with self._device_lock():
+                    with self.device_lock():
                         self._admit()
                 elif self._can_decode():
-                    with self._device_lock():
+                    with self.device_lock():
                         self._decode()
-                if self._releases_cache and not self._live:
+                if self.release_cache and not self._live:
                     self._cache = None
         except BaseException as e:
             error = e

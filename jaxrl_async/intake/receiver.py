@@ -5,6 +5,7 @@ methods. The receiver refuses what is not the learner's; how weights lie on a de
 """
 
 import asyncio
+import dataclasses
 import functools
 import json
 import logging
@@ -104,41 +105,32 @@ def _answering(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaita
     return answering
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Receiver:
     """The versions that come to one server. Use within one event loop, between `open` and `close`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        roots: Sequence[str | os.PathLike] = (),
-        max_bytes: int | None = None,
-        key: str | None = None,
-        context: ssl.SSLContext | None = None,
-        reads_in_the_pause: bool = False,
-    ):
-        """Args:
-        engine: the owner of the weights.
-        roots: the directories within which a model_path lies.
-        max_bytes: bound on the files of a version together; None: of the disk.
-        key: with which other servers are asked for files; None: none.
-        context: of certificates that are trusted of them; None: the system's authorities.
-        reads_in_the_pause: `Engine.swap` reads the directory of the prepared weights again, so that it stays; and
-          an update without its preparation is refused.
-        """
-        self._engine, self._roots, self._max_bytes = engine, roots, max_bytes
-        self._key, self._context = key, context
-        self._reads_in_the_pause = reads_in_the_pause
+    engine: Engine  # the owner of the weights
+    _: dataclasses.KW_ONLY
+    roots: Sequence[str | os.PathLike] = ()  # the directories within which a model_path lies
+    max_bytes: int | None = None  # bound on the files of a version together; None: of the disk
+    key: str | None = None  # with which other servers are asked for files; None: none
+    # Of certificates that are trusted of them; None: the system's authorities.
+    context: ssl.SSLContext | None = None
+    # `Engine.swap` reads the directory of the prepared weights again, so that it stays; and an update without its
+    # preparation is refused.
+    reads_in_the_pause: bool = False
+
+    def __post_init__(self):
         self._writers, self._prepared = Writers(), Prepared()
-        self.lease = PauseLease(engine.resume)
+        self.lease = PauseLease(self.engine.resume)
 
     def open(self, parent: str = "") -> None:
         """Makes a private directory for files, in `parent`; "": the temporary directory."""
         self._root = tempfile.TemporaryDirectory(prefix="jaxrl-versions-", dir=parent or None)
         files = pathlib.Path(self._root.name) / "versions"
         files.mkdir()
-        max_bytes = self._max_bytes or shutil.disk_usage(files).free
-        self._relay = Relay(files, max_bytes=max_bytes, key=self._key, context=self._context)
+        max_bytes = self.max_bytes or shutil.disk_usage(files).free
+        self._relay = Relay(files, max_bytes=max_bytes, key=self.key, context=self.context)
         self._copy = Copy(self._root.name)
 
     def close(self) -> None:
@@ -171,9 +163,9 @@ class Receiver:
         directory = self._arrived(version) if path is None else self._confined(path)
         is_own = path is None and not asked.hand_on
         source = Source(directory, asked.difference, asked.keep, is_upload=is_own)
-        load = functools.partial(self._copy.load, source, digest, self._engine.load)
+        load = functools.partial(self._copy.load, source, digest, self.engine.load)
         await self._prepared.prepare(version, digest, load, lease_secs)
-        if is_own and not self._reads_in_the_pause:
+        if is_own and not self.reads_in_the_pause:
             await _remove(directory)
         return 200, {"success": True, "message": f"version {version} is prepared"}
 
@@ -199,18 +191,18 @@ class Receiver:
         self._writers.check(update.writer)
         weights = self._prepared.take(_name(update), update.weight_digest)
         if weights is not None:
-            num_paused = await self._engine.swap(weights, update)
-        elif directory is None or self._reads_in_the_pause:
+            num_paused = await self.engine.swap(weights, update)
+        elif directory is None or self.reads_in_the_pause:
             raise ValueError(f"no version with digest {update.weight_digest!r:.80} was prepared")
         else:
-            num_paused = await self._engine.update(directory, update)
+            num_paused = await self.engine.update(directory, update)
         message = f"weights are now version {update.weight_version}"
         return 200, {"success": True, "message": message, "num_paused_requests": num_paused}
 
     def _confined(self, path: str) -> pathlib.Path:
         """The directory of a model_path; raises ValueError for one that weights may not come from."""
         try:
-            return security.confined(path, self._roots)
+            return security.confined(path, self.roots)
         except ValueError as error:
             raise ValueError(f"model_path {error}") from None
 

@@ -37,32 +37,25 @@ class SourceError(PieceError):
     """A server that does not hand a piece on; another one may."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Relay:
     """The pieces at one server. Use within one event loop."""
 
-    def __init__(
-        self,
-        root: pathlib.Path,
-        *,
-        max_bytes: int,
-        key: str | None = None,
-        context: ssl.SSLContext | None = None,
-    ):
-        """Args:
-        root: an empty directory of the server's own.
-        max_bytes: bound on the pieces of a version together.
-        key: with which other servers are asked.
-        context: of certificates that are trusted of them; None: the system's authorities.
-        """
-        self._root, self._max_bytes = root, max_bytes
-        self._key, self._context = key, context
+    root: pathlib.Path  # an empty directory of the server's own
+    _: dataclasses.KW_ONLY
+    max_bytes: int  # bound on the pieces of a version together
+    key: str | None = None  # with which other servers are asked
+    # Of certificates that are trusted of them; None: the system's authorities.
+    context: ssl.SSLContext | None = None
+
+    def __post_init__(self):
         self._arriving: dict[tuple[str, str], _Arrival] = {}
         self._pieces: dict[tuple[str, str], Piece] = {}  # that are here
         self._numbers = itertools.count()
 
     def directory(self, version: str) -> pathlib.Path | None:
         """Where the pieces of a version are; None: there are none."""
-        directory = self._root / version
+        directory = self.root / version
         return directory if directory.exists() else None
 
     async def receive(
@@ -114,7 +107,7 @@ class Relay:
         Raises:
           PieceError: it is not there, and did not begin to arrive within STALL_SECS.
         """
-        key, file = (version, name), self._root / version / name
+        key, file = (version, name), self.root / version / name
         arrival = self._arriving.get(key)
         if arrival is None and file.exists():
             return Reading(file.stat().st_size, _whole(open(file, "rb")))
@@ -143,7 +136,7 @@ class Relay:
           PieceError: they are too large.
         """
         timeout = aiohttp.ClientTimeout(timeout_secs, sock_connect=STALL_SECS, sock_read=STALL_SECS)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         for name, piece in pieces.items():
             self._make_room(version, name, piece)
         try:
@@ -152,7 +145,7 @@ class Relay:
                     if self._pieces.get((version, name)) == piece:
                         continue
                     url = source + protocol.file_route(version, name)
-                    options: dict[str, Any] = {"ssl": self._context} if self._context else {}
+                    options: dict[str, Any] = {"ssl": self.context} if self.context else {}
                     async with session.get(url, allow_redirects=False, **options) as response:
                         if response.status != 200:
                             raise SourceError(f"{source} answers {response.status} for {name}")
@@ -171,19 +164,19 @@ class Relay:
 
     def _make_room(self, version: str, name: str, piece: Piece) -> pathlib.Path:
         """The directory of a version, alone in its root; raises PieceError where the piece is too large for it."""
-        for other in self._root.iterdir():
+        for other in self.root.iterdir():
             if other.name != version and other.name[0] != ".":
-                aside = other.rename(self._root / f".{next(self._numbers)}")
+                aside = other.rename(self.root / f".{next(self._numbers)}")
                 remove = functools.partial(shutil.rmtree, aside, ignore_errors=True)
                 asyncio.get_running_loop().run_in_executor(None, remove)  # It takes a while.
                 for key in [k for k in self._pieces if k[0] == other.name]:
                     del self._pieces[key]
-        directory = self._root / version
+        directory = self.root / version
         directory.mkdir(exist_ok=True)
         others = (f for f in directory.iterdir() if f.name != name and f.name[0] != ".")
-        if sum(f.stat().st_size for f in others) + piece.num_bytes > self._max_bytes:
+        if sum(f.stat().st_size for f in others) + piece.num_bytes > self.max_bytes:
             raise PieceError(
-                f"the files of a version have at most {self._max_bytes} bytes together: {name} is refused"
+                f"the files of a version have at most {self.max_bytes} bytes together: {name} is refused"
             )
         return directory
 

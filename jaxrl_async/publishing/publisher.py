@@ -40,92 +40,72 @@ class Evaluation(Protocol):
     def pop(self) -> dict[str, float]: ...
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Publisher:
-    """Owns the states of all inference servers. One push is in flight at most.
+    """Owns the states of all inference servers; its thread starts with it. One push is in flight at most.
 
     All public methods are for the learner's thread.
     """
 
-    def __init__(
-        self,
-        controls: Mapping[str, Sequence[str]],
-        *,
-        client: Servers,
-        transport: Callable[..., Awaitable[None]],
-        pin: Callable[[int], AbstractContextManager[None]],
-        announce: Callable[..., None],
-        push_timeout_secs: float,
-        poll_secs: float,
-        start_timeout_secs: float,
-        quorum: float = 1.0,
-        max_paused: int = 0,
-        is_resumed: bool = False,
-        discovery: Discovery | None = None,
-        discover_secs: float = 5.0,
-        evaluation: Evaluation | None = None,
-        run_id: str = "",
-        preflight: Callable[[Servers, str], Awaitable[None]] | None = None,
-        scored: ScoredPrompts | None = None,
-        scores_every_push: bool = False,
-    ):
-        """Starts the thread.
+    # "http://host:port" that takes requests → control addresses of the servers behind it (one, or more behind a
+    # router); they need not be up yet.
+    controls: Mapping[str, Sequence[str]]
+    _: dataclasses.KW_ONLY
+    client: Servers  # for this publisher alone, not opened yet
+    transport: Callable[..., Awaitable[None]]  # as `transports.Transport`
+    pin: Callable[[int], AbstractContextManager[None]]  # `WeightStore.pin`
+    # announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`
+    announce: Callable[..., None]
+    # Deadline of a server for a version; one that misses it is STALE. Without a HEALTHY server for this time the
+    # publisher fails, unless a server is DEAD, or has just restarted or woken.
+    push_timeout_secs: float
+    poll_secs: float  # poll interval of each server
+    # Deadline of the first push. Without a HEALTHY server, a DEAD one has this time to restart.
+    start_timeout_secs: float
+    # Share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The others join
+    # later.
+    quorum: float = 1.0
+    max_paused: int = 0  # servers that a push pauses at once; the others go on, HEALTHY. 0: all
+    # The first push waits for the quorum and one attempt at each server; without, for all servers, and after
+    # start_timeout_secs for the quorum.
+    is_resumed: bool = False
+    discovery: Discovery | None = (
+        None  # lists servers that join and leave, besides those of `controls`
+    )
+    discover_secs: float = 5.0  # between two readings of the list
+    evaluation: Evaluation | None = None
+    run_id: str = ""
+    # Refuses a server before its first push, and before the first after a restart; see preflight.server. Before any
+    # version is published a refusal ends the publisher.
+    preflight: Callable[[Servers, str], Awaitable[None]] | None = None
+    # Compares what a server samples after its first push, and after the first after a restart; a refusal is as the
+    # preflight's.
+    scored: ScoredPrompts | None = None
+    scores_every_push: bool = False  # not after the first alone
 
-        Args:
-          controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
-            more behind a router); they need not be up yet.
-          client: for this publisher alone, not opened yet.
-          transport: gives one server a version; called as `transports.Transport` is.
-          pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
-          announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
-          push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
-            server for this time the publisher fails, unless a server is DEAD, or has just restarted or woken.
-          poll_secs: poll interval of each server.
-          start_timeout_secs: deadline of the first push. Without a HEALTHY server, a DEAD one has this time to
-            restart.
-          quorum: share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The
-            others join later.
-          max_paused: servers that a push pauses at once; the others go on with the version before, HEALTHY. 0: all.
-          is_resumed: the first push waits for the quorum and one attempt at each server; without, for all servers,
-            and after start_timeout_secs for the quorum.
-          discovery: lists servers that join and leave, besides those of `controls`.
-          discover_secs: between two readings of the list.
-          preflight: refuses a server before its first push, and before the first after a restart; see
-            preflight.server. Before any version is published a refusal ends the publisher.
-          scored: compares what a server samples after its first push, and after the first after a restart; a refusal
-            is as the preflight's.
-          scores_every_push: it does so after every push.
-        """
+    def __post_init__(self):
         self._servers = [
-            health.Server(c, serves) for serves, behind in controls.items() for c in behind
+            health.Server(c, serves) for serves, behind in self.controls.items() for c in behind
         ]
-        if not self._servers and discovery is None:
+        if not self._servers and self.discovery is None:
             raise ValueError("the publisher needs at least one server address")
-        self._discovery = discovery
-        self._discover_secs = discover_secs
         self._table = health.Table()
         for server in self._servers:
             self._table.add(server)
-        self._client = client
-        self._announce = announce
-        self._start_timeout_secs = start_timeout_secs
-        self._quorum = quorum
-        self._is_resumed = is_resumed
-        self._evaluation = evaluation
-        self._run_id = run_id
         self._active = ActiveClock()
         self._course = Course(
-            transport=transport,
-            pin=pin,
-            preflight=preflight,
-            scored=scored,
-            scores_every_push=scores_every_push,
+            transport=self.transport,
+            pin=self.pin,
+            preflight=self.preflight,
+            scored=self.scored,
+            scores_every_push=self.scores_every_push,
             pauses=Pauses(
-                max_paused=max_paused,
-                turn_secs=TURN_SHARE * push_timeout_secs,
-                max_turn_secs=push_timeout_secs / 2,
+                max_paused=self.max_paused,
+                turn_secs=TURN_SHARE * self.push_timeout_secs,
+                max_turn_secs=self.push_timeout_secs / 2,
             ),
-            poll_secs=poll_secs,
-            push_timeout_secs=push_timeout_secs,
+            poll_secs=self.poll_secs,
+            push_timeout_secs=self.push_timeout_secs,
             active=self._active,
             changed=self.changed,
             tried=self.tried,
@@ -230,7 +210,7 @@ class Publisher:
         weights/paused_secs: of all servers together, since the push before it.
         The metrics of an evaluation that ended are added once.
         """
-        return self._metrics | (self._evaluation.pop() if self._evaluation else {})
+        return self._metrics | (self.evaluation.pop() if self.evaluation else {})
 
     def close(self) -> None:
         """Ends the thread. A paused server continues."""
@@ -263,9 +243,9 @@ class Publisher:
             self._loop.close()
 
     async def _main(self) -> None:
-        async with self._client as client, asyncio.TaskGroup() as tasks:
+        async with self.client as client, asyncio.TaskGroup() as tasks:
             self._probes = client.probes(
-                interval_secs=self._course.poll_secs,
+                interval_secs=self.poll_secs,
                 timeout_secs=health.PROBE_TIMEOUT_SECS,
                 is_wanted=Keeper.is_settled,
                 on_answer=Keeper.probed,
@@ -273,8 +253,8 @@ class Publisher:
             for server in self._servers:
                 self._start_keeping(client, tasks, server)
             tasks.create_task(self._probes.run(), name="publisher probes")
-            if self._discovery is not None:
-                keeping = self._discover(client, tasks, self._discovery)
+            if self.discovery is not None:
+                keeping = self._discover(client, tasks, self.discovery)
                 tasks.create_task(keeping, name="publisher discovery")
             tasks.create_task(self._watch_the_clock(), name="publisher clock")
             while True:
@@ -292,13 +272,13 @@ class Publisher:
 
         self._pushing = True
         target = health.Target(
-            health.weight_name(files.version, request.run_epoch, self._run_id), files
+            health.weight_name(files.version, request.run_epoch, self.run_id), files
         )
         first, self._course.target = self._course.target is None, target
         self._course.before = self._held
         with self._target_pin:  # A server that still loads the version before has a pin of its own.
             self._target_pin = contextlib.ExitStack()
-            self._target_pin.enter_context(self._course.pin(target.version))
+            self._target_pin.enter_context(self.pin(target.version))
         self._phase = f"version {request.version} on the servers"
         await self._deliver(target, first)
         self._pushing, self._course.before = False, None
@@ -323,7 +303,7 @@ class Publisher:
     def _start_evaluation(self, client: Servers, tasks: asyncio.TaskGroup) -> None:
         """Reserves the last HEALTHY server when its version is due for an evaluation."""
         version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
-        if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
+        if self.evaluation is None or not self.evaluation.wants(version) or not healthy:
             return
         if self._evaluating is not None:
             log.warning("version %d is not evaluated: one before it still is", version)
@@ -333,7 +313,7 @@ class Publisher:
         if len(healthy) > 1:
             server.state, server.reason = STALE, f"evaluates version {version}"
             self._table.update(server)
-        evaluate = self._evaluate(self._evaluation, client, server, version)
+        evaluate = self._evaluate(self.evaluation, client, server, version)
         self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
 
     async def _evaluate(
@@ -353,7 +333,7 @@ class Publisher:
             server.due.set()
 
         def is_done(server: health.Server) -> bool:
-            needs_all = first and not self._is_resumed
+            needs_all = first and not self.is_resumed
             done = server.holds(target) if needs_all else server.tried is target
             return done or server.has_left
 
@@ -362,10 +342,10 @@ class Publisher:
                 expected.pop()
             return not expected and self._num_holding() >= self._num_needed(first)
 
-        timeout_secs = self._start_timeout_secs if first else self._course.push_timeout_secs
+        timeout_secs = self.start_timeout_secs if first else self.push_timeout_secs
         await self._wait(delivered, timeout_secs)
         if not self._num_holding():
-            left = self._start_timeout_secs - timeout_secs
+            left = self.start_timeout_secs - timeout_secs
             await self._wait(lambda: delivered() or not self._may_recover(), left)
         self._end_push(first, timeout_secs)
         self._healthy_at = self._active.now()
@@ -392,11 +372,11 @@ class Publisher:
     def _num_needed(self, first: bool) -> int:
         """The servers that must hold the target."""
         # Rounded: 0.7 · 10 is above 7 in floating point.
-        return max(1, math.ceil(round(self._quorum * len(self._servers), 6))) if first else 1
+        return max(1, math.ceil(round(self.quorum * len(self._servers), 6))) if first else 1
 
     def _may_recover(self) -> bool:
         """Whether a server may become HEALTHY: DEAD, without weights, not tried yet or again, or one that will join."""
-        return self._discovery is not None or any(
+        return self.discovery is not None or any(
             s.state == DEAD or s.version is None or s.tried is not self._course.target
             for s in self._servers
         )
@@ -414,7 +394,7 @@ class Publisher:
         if first and self._num_holding() < self._num_needed(first):
             raise PublisherError(
                 f"version {version} reached {self._num_holding()} of {len(self._servers)} inference servers within "
-                f"{timeout_secs:g} s, and {self._num_needed(first)} must hold it (server.quorum = {self._quorum:g}): "
+                f"{timeout_secs:g} s, and {self._num_needed(first)} must hold it (server.quorum = {self.quorum:g}): "
                 + self._describe()
             )
         if not any(s.state == HEALTHY for s in self._servers):
@@ -452,7 +432,7 @@ class Publisher:
                     self._table.update(server)
             await self._publish_states()
             self._check_any_healthy()
-            await asyncio.sleep(self._discover_secs)
+            await asyncio.sleep(self.discover_secs)
 
     def _leave(self, server: health.Server) -> None:
         """Forgets a server. Workers find it gone from the table and resume its requests elsewhere."""
@@ -484,9 +464,9 @@ class Publisher:
         if self._pushing or self._table.any_healthy():
             self._healthy_at = now
             return
-        timeout_secs = self._course.push_timeout_secs
+        timeout_secs = self.push_timeout_secs
         if self._may_recover():
-            timeout_secs = max(timeout_secs, self._start_timeout_secs)
+            timeout_secs = max(timeout_secs, self.start_timeout_secs)
         if self._published >= 0 and now - self._healthy_at > timeout_secs:
             raise PublisherError(
                 f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
@@ -512,7 +492,7 @@ class Publisher:
     ) -> None:
         records, (version, run_epoch) = self._table.take(), announced
         try:
-            await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
+            await asyncio.to_thread(self.announce, version, records, resume_point, run_epoch)
         except Exception as error:
             raise PublisherError(str(error)) from error
 
@@ -527,7 +507,7 @@ class Publisher:
         return f"{self._phase}; {self._describe()}"
 
     def _describe(self) -> str:
-        listed = f" ({self._discovery.place} lists the others)" if self._discovery else ""
+        listed = f" ({self.discovery.place} lists the others)" if self.discovery else ""
         return health.describe(self._servers) + listed
 
 

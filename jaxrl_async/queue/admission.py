@@ -64,8 +64,9 @@ class _Held:
     num_bytes: int
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Admission:
-    """Permits, capacity and leases.
+    """Permits, capacity and leases; at first without a permit and without a publication.
 
         capacity = min((η + v_pub + 1)·B − (accepted + running), max_running_groups − running)
 
@@ -75,67 +76,41 @@ class Admission:
         accepted + running ≤ (η + v_pub + 1)·B
 
     AReaL (Fu et al., arXiv 2505.24298), Eq. 3.
+
+    Raises:
+      ValueError: a value is outside its bound, or η < N − 1, which would deadlock.
     """
 
-    def __init__(
-        self,
-        *,
-        batch_groups: int,
-        max_staleness: int,
-        push_every_steps: int,
-        max_running_groups: int,
-        max_attempts: int,
-        permit_timeout_secs: float,
-        max_bytes: int,
-        chunk_groups: int | None = None,
-        weight_delay: int | None = None,
-    ):
-        """Starts without a permit and without a publication.
+    batch_groups: int  # B ≥ 1, groups per step
+    max_staleness: int  # η ≥ 0, steps
+    push_every_steps: int  # N ≥ 1, steps between two publications
+    max_running_groups: int  # permits out at once, ≥ 1
+    max_attempts: int  # issues of one index before it is retired as exhausted, ≥ 1
+    # Silence of a worker after which its permits are returned, > 0; of a caller without a name, the age of a permit.
+    permit_timeout_secs: float
+    max_bytes: int  # of groups in memory, ≥ 1; at this bound only groups that the next lease needs are admitted
+    chunk_groups: int | None = None  # ≥ 1; see `Leases`
+    # Versions that the servers may be behind the published one (rollout.delay_steps); None: the versions of groups are
+    # not checked.
+    weight_delay: int | None = None
 
-        Args:
-          batch_groups: B ≥ 1, groups per step.
-          max_staleness: η ≥ 0, steps.
-          push_every_steps: N ≥ 1, steps between two publications.
-          max_running_groups: permits out at once, ≥ 1.
-          max_attempts: issues of one index before it is retired as exhausted, ≥ 1.
-          permit_timeout_secs: silence of a worker after which its permits are returned; of a caller without a name,
-            the age of a permit.
-          max_bytes: of groups in memory; at this bound only groups that the next lease needs are admitted.
-          chunk_groups: see `Leases`.
-          weight_delay: versions that the servers may be behind the published one (rollout.delay_steps); None: the
-            versions of groups are not checked.
-
-        Raises:
-          ValueError: a value is outside its bound, or η < N − 1, which would deadlock.
-        """
-        _check_bounds(
-            batch_groups=batch_groups,
-            push_every_steps=push_every_steps,
-            max_running_groups=max_running_groups,
-            max_attempts=max_attempts,
-            max_bytes=max_bytes,
-            chunk_groups=1 if chunk_groups is None else chunk_groups,
-        )
-        check_staleness(max_staleness, push_every_steps)
-        if 0 < max_staleness < push_every_steps + 1:
+    def __post_init__(self):
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be ≥ 1, got {value}")
+        check_staleness(self.max_staleness, self.push_every_steps)
+        if 0 < self.max_staleness < self.push_every_steps + 1:
             log.warning(
                 "max_staleness %d < push_every_steps %d + 1: generation will wait for pushes",
-                max_staleness,
-                push_every_steps,
+                self.max_staleness,
+                self.push_every_steps,
             )
-        if permit_timeout_secs <= 0:
-            raise ValueError(f"permit_timeout_secs must be > 0, got {permit_timeout_secs}")
-        self._batch_groups = batch_groups
-        self._max_staleness = max_staleness
-        self._max_running_groups = max_running_groups
-        self._max_attempts = max_attempts
-        self._permit_timeout_secs = permit_timeout_secs
-        self._max_bytes = max_bytes
-        self._weight_delay = weight_delay
+        if self.permit_timeout_secs <= 0:
+            raise ValueError(f"permit_timeout_secs must be > 0, got {self.permit_timeout_secs}")
 
         self.v_pub: int | None = None
         self.frontier = 0
-        self.leases = Leases(batch_groups=batch_groups, chunk_groups=chunk_groups)
+        self.leases = Leases(batch_groups=self.batch_groups, chunk_groups=self.chunk_groups)
         self.resume_point = ResumePoint(0, 0, (), {}, {})  # as of the last commit
         self.num_bytes = 0  # of the groups held and leased
         self.stale_events = 0  # submissions and returns whose permit was no longer valid
@@ -176,16 +151,16 @@ class Admission:
     @property
     def accepted(self) -> int:
         """Groups held, leased and committed."""
-        return self.held + self.leased + self.leases.committed_step * self._batch_groups
+        return self.held + self.leased + self.leases.committed_step * self.batch_groups
 
     @property
     def capacity(self) -> int:
         """Groups that may be admitted now, ≥ 0, without regard to `max_bytes`."""
         if self.v_pub is None:
             return 0
-        bound = (self._max_staleness + self.v_pub + 1) * self._batch_groups
+        bound = (self.max_staleness + self.v_pub + 1) * self.batch_groups
         by_staleness = bound - (self.accepted + self.running)
-        return max(0, min(by_staleness, self._max_running_groups - self.running))
+        return max(0, min(by_staleness, self.max_running_groups - self.running))
 
     @property
     def admissible(self) -> int:
@@ -194,7 +169,7 @@ class Admission:
         At max_bytes, only those that the next lease needs. To refuse these, too, would deadlock: nothing is freed
         before that lease.
         """
-        if self.num_bytes < self._max_bytes:
+        if self.num_bytes < self.max_bytes:
             return self.capacity
         lacking = self.leases.missing_groups - self.held - self.running - self.reissues
         return min(self.capacity, self.reissues + max(0, lacking))
@@ -313,11 +288,11 @@ class Admission:
           "over_age", "foreign_version", or None.
         """
         running = self._running.get(permit.prompt_index)
-        if self._weight_delay is None or running is None or running.attempt != permit.attempt:
+        if self.weight_delay is None or running is None or running.attempt != permit.attempt:
             return None
         if newest > self.leases.leased_step:
             return "foreign_version"
-        if running.version is not None and oldest < running.version - self._weight_delay:
+        if running.version is not None and oldest < running.version - self.weight_delay:
             return "over_age"
         return None
 
@@ -364,7 +339,7 @@ class Admission:
         self.returned[reason] += 1
         self._lost[permit.prompt_index] += reason in BLAMELESS
         used = permit.attempt + 1 - self._lost[permit.prompt_index]
-        is_left = reason in BLAMELESS or used < self._max_attempts
+        is_left = reason in BLAMELESS or used < self.max_attempts
         if reason in REISSUE_REASONS and is_left:
             heapq.heappush(self._reissue, Permit(permit.prompt_index, permit.attempt + 1))
             if reason in FAULTS and now is not None:
@@ -401,7 +376,7 @@ class Admission:
         return {
             Permit(index, running.attempt): WORKER_LOST if running.worker else "timeout"
             for index, running in self._running.items()
-            if now - max(running.since, self._last_sign(running.worker)) > self._permit_timeout_secs
+            if now - max(running.since, self._last_sign(running.worker)) > self.permit_timeout_secs
         }
 
     def _last_sign(self, worker: str) -> float:
@@ -439,7 +414,7 @@ class Admission:
 
     def waiting_for(self, step: int, now: float) -> str:
         """Describes the groups that the lease of a step waits for."""
-        missing, batch = self.leases.missing_groups, self._batch_groups
+        missing, batch = self.leases.missing_groups, self.batch_groups
         issued = {p.prompt_index: f"attempt {p.attempt}, to be issued again" for p in self._reissue}
         for index, running in self._running.items():
             issued[index] = f"attempt {running.attempt}, running {now - running.since:.0f} s"
@@ -504,7 +479,7 @@ class Admission:
         return tuple(sorted(permits, key=operator.attrgetter("prompt_index")))  # each index once
 
     def _restore(self, point: ResumePoint) -> None:
-        committed = point.step * self._batch_groups
+        committed = point.step * self.batch_groups
         indexes = {p.prompt_index for p in point.outstanding}
         done = committed + sum(point.retired.values())
         if len(indexes) + done != point.frontier or len(indexes) != len(point.outstanding):
@@ -528,9 +503,9 @@ class Admission:
         if self.capacity:
             return f"capacity {self.capacity}: no worker asks for permits"
         return (
-            f"capacity 0 = min((η {self._max_staleness} + v_pub {self.v_pub} + 1)·{self._batch_groups}"
+            f"capacity 0 = min((η {self.max_staleness} + v_pub {self.v_pub} + 1)·{self.batch_groups}"
             f" − ({self.accepted} accepted + {self.running} running), "
-            f"{self._max_running_groups} − {self.running})"
+            f"{self.max_running_groups} − {self.running})"
         )
 
 
@@ -547,7 +522,7 @@ def check_staleness(max_staleness: int, push_every_steps: int) -> None:
         )
 
 
-def _check_bounds(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be ≥ 1, got {value}")
+_POSITIVE = (
+    *("batch_groups", "push_every_steps", "max_running_groups", "max_attempts"),
+    *("max_bytes", "chunk_groups"),
+)

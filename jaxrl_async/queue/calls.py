@@ -9,10 +9,11 @@ their failure is no error.
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import grpc
 
@@ -114,47 +115,35 @@ class _Outage:
         return _is_unanswered(error) and self._secs < self._limit_secs
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class _Grpc:
-    """The address of a queue, the access to it, and the bounds and errors of the calls."""
+    """The address of a queue, the access to it, and the bounds and errors of the calls.
 
-    _library: Any  # grpc or grpc.aio
+    Raises:
+      ValueError: tls_ca holds no certificate.
+    """
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        outage_secs: float,
-        connect_timeout_secs: float = CONNECT_TIMEOUT_SECS,
-        call_timeout_secs: float = CALL_TIMEOUT_SECS,
-        token: str | None = None,
-        tls_ca: str = "",
-    ):
-        """Opens no connection yet.
+    _library: ClassVar[Any]  # grpc or grpc.aio
 
-        Args:
-          address: "host:port".
-          outage_secs: bound on the failed attempts at a call, or at a watch, together.
-          connect_timeout_secs: bound on the first connection.
-          call_timeout_secs: bound on each attempt at a call, in addition to the wait that the call asks for.
-          token: bearer token of the queue; None where it has none.
-          tls_ca: PEM file of the trusted authorities; "" for a queue without TLS.
+    address: str  # "host:port"
+    _: dataclasses.KW_ONLY
+    outage_secs: float  # bound on the failed attempts at a call, or at a watch, together
+    connect_timeout_secs: float = CONNECT_TIMEOUT_SECS  # bound on the first connection
+    # Bound on each attempt at a call, in addition to the wait that the call asks for.
+    call_timeout_secs: float = CALL_TIMEOUT_SECS
+    token: str | None = None  # bearer token of the queue; None where it has none
+    tls_ca: str = ""  # PEM file of the trusted authorities; "" for a queue without TLS
 
-        Raises:
-          ValueError: tls_ca holds no certificate.
-        """
-        self._address = address
-        self._metadata = rpc.metadata(token)
-        self._credentials = rpc.channel_credentials(tls_ca)
-        self._connect_timeout_secs = connect_timeout_secs
-        self._call_timeout_secs = call_timeout_secs
-        self._outage_secs = outage_secs
+    def __post_init__(self):
+        self._metadata = rpc.metadata(self.token)
+        self._credentials = rpc.channel_credentials(self.tls_ca)
 
     def _begin(self) -> float:
         """Makes the channel; returns the clock's time by which the queue has to answer."""
-        self._channel = rpc.channel(self._library, self._address, self._credentials)
+        self._channel = rpc.channel(self._library, self.address, self._credentials)
         self._stub = _stub(self._channel)
-        limit = self._connect_timeout_secs
-        log.info("waiting for the queue at %s, at most %g s", self._address, limit)
+        limit = self.connect_timeout_secs
+        log.info("waiting for the queue at %s, at most %g s", self.address, limit)
         return time.monotonic() + limit
 
     def _send(self, name: str, request: Any, timeout_secs: float) -> Any:
@@ -167,17 +156,17 @@ class _Grpc:
         if not permanent and lost and time.monotonic() + RETRY_SECS < deadline:
             return
         if lost or code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise permanent or self._no_answer(self._connect_timeout_secs) from None
-        raise permanent or self._error(error, "Status", self._connect_timeout_secs) from None
+            raise permanent or self._no_answer(self.connect_timeout_secs) from None
+        raise permanent or self._error(error, "Status", self.connect_timeout_secs) from None
 
     def _check(self, error: grpc.RpcError, name: str, outage: _Outage, limit: float) -> None:
         """Raises the error of a call, unless it is tried again."""
         if not outage.goes_on(error, limit):
-            raise self._error(error, name, self._outage_secs) from error
+            raise self._error(error, name, self.outage_secs) from error
 
     def _permanent_error(self, error: grpc.RpcError) -> Exception | None:
         """The error of a first call that no retry mends."""
-        address, details = self._address, error.details() or ""
+        address, details = self.address, error.details() or ""
         if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
             return PermissionError(
                 f"the certificate of the queue {address} is not of an authority in queue.tls_ca, or not of that host: "
@@ -195,7 +184,7 @@ class _Grpc:
     def _error(self, error: grpc.RpcError, name: str, limit_secs: float) -> Exception:
         """The error of a call, as an exception of Python."""
         code, details = error.code(), error.details() or ""
-        where = f"{name} at the queue {self._address}"
+        where = f"{name} at the queue {self.address}"
         match code:
             case grpc.StatusCode.DEADLINE_EXCEEDED if not _is_unanswered(error):
                 return NotReadyError(f"{where}: {details}")
@@ -216,17 +205,17 @@ class _Grpc:
 
     def _token_error(self) -> PermissionError:
         return PermissionError(
-            f"the queue {self._address} asks for a token; this process sent none or a wrong one: queue.token_env must "
+            f"the queue {self.address} asks for a token; this process sent none or a wrong one: queue.token_env must "
             "name the variable that holds it. A run that made its own has it in WORKDIR/keys, for its user alone"
         )
 
     def _no_answer(self, limit_secs: float) -> ConnectionError:
         return ConnectionError(
-            f"no trajectory queue answers at {self._address} within {limit_secs:g} s: is its role up?"
+            f"no trajectory queue answers at {self.address} within {limit_secs:g} s: is its role up?"
         )
 
     def _log_lost(self, error: grpc.RpcError) -> None:
-        log.debug("a report to the queue %s is lost: %s", self._address, error.details())
+        log.debug("a report to the queue %s is lost: %s", self.address, error.details())
 
 
 class GrpcCalls(_Grpc):
@@ -253,7 +242,7 @@ class GrpcCalls(_Grpc):
         await self._channel.close()
 
     async def call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
-        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
+        limit, outage = self.call_timeout_secs + wait_secs, _Outage(self.outage_secs)
         while True:
             try:
                 return await self._send(name, request, limit)
@@ -263,22 +252,22 @@ class GrpcCalls(_Grpc):
             outage.start()
 
     async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
-        outage = _Outage(self._outage_secs)
+        outage = _Outage(self.outage_secs)
         while True:
             call = self._stub.WatchFleet(request, metadata=self._metadata)
             try:
                 while True:
-                    async with asyncio.timeout(self._call_timeout_secs):
+                    async with asyncio.timeout(self.call_timeout_secs):
                         reply = await call.read()
                     if reply is grpc.aio.EOF:  # pyright: ignore  # The stubs lack it.
                         break
                     yield reply
-                    outage = _Outage(self._outage_secs)
+                    outage = _Outage(self.outage_secs)
             except (TimeoutError, grpc.RpcError) as error:
                 if _is_unauthenticated(error):
                     raise self._token_error() from error
-                if not outage.goes_on(error, self._call_timeout_secs):
-                    raise self._no_answer(self._outage_secs) from error
+                if not outage.goes_on(error, self.call_timeout_secs):
+                    raise self._no_answer(self.outage_secs) from error
             finally:
                 call.cancel()
             await asyncio.sleep(RETRY_SECS)
@@ -286,7 +275,7 @@ class GrpcCalls(_Grpc):
 
     async def tell(self, report: pb.RoleReport, timeout_secs: float | None = None) -> None:
         try:
-            await self._send("Report", report, timeout_secs or self._call_timeout_secs)
+            await self._send("Report", report, timeout_secs or self.call_timeout_secs)
         except grpc.RpcError as error:
             self._log_lost(error)
 
@@ -315,7 +304,7 @@ class BlockingGrpcCalls(_Grpc):
         self._channel.close()
 
     def call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
-        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
+        limit, outage = self.call_timeout_secs + wait_secs, _Outage(self.outage_secs)
         while True:
             try:
                 reply = self._send(name, request, limit)
@@ -340,7 +329,7 @@ class BlockingGrpcCalls(_Grpc):
 
     def tell(self, report: pb.RoleReport) -> None:
         try:
-            self._send("Report", report, self._call_timeout_secs)
+            self._send("Report", report, self.call_timeout_secs)
         except grpc.RpcError as error:
             self._log_lost(error)
         except ValueError:

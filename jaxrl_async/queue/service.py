@@ -13,7 +13,6 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import functools
 import logging
 import sys
 import time
@@ -134,38 +133,24 @@ class Lengths:
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class QueueService:
-    """The calls of trajectory_queue.proto."""
+    """The calls of trajectory_queue.proto. It restores the queue from its journal.
 
-    def __init__(
-        self,
-        admission: Admission,
-        *,
-        group_size: int,
-        vocab_size: int,
-        max_tokens: int,
-        journal: Journal | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Restores the queue from its journal.
+    Raises:
+      JournalError: the journal cannot be read.
+    """
 
-        Args:
-          admission: a new one, without a publication.
-          group_size: G, samples per group.
-          vocab_size: token ids must lie in [0, vocab_size).
-          max_tokens: bound on a trajectory's length.
-          journal: records the events; None for memory alone.
-          clock: seconds, monotonic.
+    admission: Admission  # a new one, without a publication
+    _: dataclasses.KW_ONLY
+    group_size: int  # G, samples per group
+    vocab_size: int  # token ids must lie in [0, vocab_size)
+    max_tokens: int  # bound on a trajectory's length
+    journal: Journal | None = None  # records the events; None for memory alone
+    clock: Callable[[], float] = time.monotonic  # seconds
 
-        Raises:
-          JournalError: the journal cannot be read.
-        """
-        self._admission = admission
-        self._journal = journal
-        self._check_message = functools.partial(
-            wire.check_message, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
-        )
-        self._clock = clock
+    def __post_init__(self):
+        admission, journal, clock = self.admission, self.journal, self.clock
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
         self._servers: tuple[ServerRecord, ...] = ()  # the publisher's table, and then with loads
         self._loads: collections.Counter[str] = collections.Counter()  # address → tokens
@@ -209,8 +194,8 @@ class QueueService:
 
     def close(self) -> None:
         """Closes the journal."""
-        if self._journal is not None:
-            self._journal.close()
+        if self.journal is not None:
+            self.journal.close()
 
     async def tick(self) -> None:
         """Returns the permits of workers that are silent, and adds up the servers' loads.
@@ -220,20 +205,20 @@ class QueueService:
         Raises:
           JournalError: the journal cannot be written.
         """
-        if self._journal is not None:
-            self._journal.check()
-        now = self._clock()
+        if self.journal is not None:
+            self.journal.check()
+        now = self.clock()
         stopped_secs, self._ticked = now - self._ticked - TICK_SECS, now
         if stopped_secs > STOPPED_SECS:
             log.warning("this process was stopped for %.1f s", stopped_secs)
-            self._admission.forgive(stopped_secs)
+            self.admission.forgive(stopped_secs)
         if now >= self._loads_due:
             self._loads_due = now + LOADS_SECS
             self._loads = self._sum_of_loads()
             self._set_servers(self._servers)
-        if self._admission.admissible_at(now) > 0:  # A back-off may have ended.
+        if self.admission.admissible_at(now) > 0:  # A back-off may have ended.
             self._apply(lambda: None)
-        expired = self._admission.expired(now)
+        expired = self.admission.expired(now)
         for permit, reason in expired.items():
             log.warning("%s is returned by the queue: %s", permit, reason)
         # All at once: while one return waits for the journal, the permits after it could be given again.
@@ -245,50 +230,51 @@ class QueueService:
         self._check_failure()
         self._check_instance(request)
         count = request.max_permits
-        self._admission.seen(request.worker, self._clock())
+        self.admission.seen(request.worker, self.clock())
         permits = self._permits_to_give_again(request)[:count]
         if not permits:
 
             def ready() -> bool:
-                admissible = self._admission.admissible_at(self._clock())
-                return bool(self._failure or admissible or self._admission.orphans())
+                admissible = self.admission.admissible_at(self.clock())
+                return bool(self._failure or admissible or self.admission.orphans())
 
             description = f"admit of up to {count} permits"
             with contextlib.suppress(TimeoutError):
                 await self._until(ready, request.wait_secs, lambda: description)
             self._check_failure()
-            permits = self._admission.orphans()[:count]
+            permits = self.admission.orphans()[:count]
         if permits:
             log.info("%d lost permits are given again to %s", len(permits), request.worker)
-            self._apply(self._admission.readmit, permits, self._clock(), request.worker)
+            self._apply(self.admission.readmit, permits, self.clock(), request.worker)
         left = count - len(permits)
-        permits += self._apply(self._admission.admit, left, self._clock(), request.worker)
-        if self._journal is not None and permits:
-            await self._journal.admitted(permits, request.worker, self._admission.v_pub)
+        permits += self._apply(self.admission.admit, left, self.clock(), request.worker)
+        if self.journal is not None and permits:
+            await self.journal.admitted(permits, request.worker, self.admission.v_pub)
         given = [wire.encode_permit(p) for p in permits]
-        return pb.AdmitReply(permits=given, v_pub=self._admission.v_pub)
+        return pb.AdmitReply(permits=given, v_pub=self.admission.v_pub)
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
-        self._check_message(request)
+        bounds = {"vocab_size": self.vocab_size, "max_tokens": self.max_tokens}
+        wire.check_message(request, group_size=self.group_size, **bounds)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
-        if refusal := self._admission.check_versions(permit, *wire.versions_of(request)):
+        if refusal := self.admission.check_versions(permit, *wire.versions_of(request)):
             log.warning("%s is refused: %s", permit, refusal)
             await self._return(permit, refusal)
             self._lengths.count_group("dropped", request)
             return pb.PushReply(outcome=refusal)
-        outcome = self._apply(self._admission.submit, permit, len(message))
+        outcome = self._apply(self.admission.submit, permit, len(message))
         if outcome == "held":
             self._groups[permit.prompt_index] = request
             self._lengths.count_group("admitted", request)
             tokens = sum(request.lengths) - sum(request.prompt_lengths)
             self._completion_tokens += tokens
-            self._last_submission = self._clock()
-            if self._journal is not None:
-                await self._journal.submitted(permit, message, tokens)
-        elif self._journal is not None:
-            await self._journal.flushed()  # The first submission may still be unwritten.
+            self._last_submission = self.clock()
+            if self.journal is not None:
+                await self.journal.submitted(permit, message, tokens)
+        elif self.journal is not None:
+            await self.journal.flushed()  # The first submission may still be unwritten.
         return pb.PushReply(outcome=outcome)
 
     async def Return(self, request: pb.ReturnRequest) -> pb.ReturnReply:
@@ -312,10 +298,10 @@ class QueueService:
             self._identity = self._apply(Identity, run_id, generation)
             self._failure = ""  # A new start, perhaps of mended code.
             log.info("learner generation %d of run %s begins", generation, run_id)
-            if self._journal is not None:
-                await self._journal.begun(generation, request.nonce)
-        elif self._journal is not None:
-            await self._journal.flushed()  # The same call may still be unwritten.
+            if self.journal is not None:
+                await self.journal.begun(generation, request.nonce)
+        elif self.journal is not None:
+            await self.journal.flushed()  # The same call may still be unwritten.
         return pb.BeginReply(**dataclasses.asdict(self._identity))
 
     async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
@@ -323,8 +309,8 @@ class QueueService:
         self._check_generation(request)
         step, index = request.step, request.chunk
         share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
-        if self._journal is not None and 0 < step <= self._admission.leases.committed_step:
-            chunk, messages = await self._journal.chunk(step, index)
+        if self.journal is not None and 0 < step <= self.admission.leases.committed_step:
+            chunk, messages = await self.journal.chunk(step, index)
             groups = [pb.Group.FromString(message) for message in messages]
         else:
             chunk, groups = await self._chunk(request)
@@ -342,30 +328,30 @@ class QueueService:
             lambda: (
                 self._superseded(request)
                 or bool(self._failure)
-                or self._admission.chunk_is_ready(step, index)
+                or self.admission.chunk_is_ready(step, index)
             ),
             request.wait_secs,
-            lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
+            lambda: f"lease of {self.admission.waiting_for(step, self.clock())}",
         )
         self._check_generation(request)  # Another learner may have begun during the wait.
         self._check_failure()
-        new = self._admission.leases.fixed(step, index) is None
-        chunk = cast(FixedChunk, self._apply(self._admission.lease, step, index))  # It is ready.
+        new = self.admission.leases.fixed(step, index) is None
+        chunk = cast(FixedChunk, self._apply(self.admission.lease, step, index))  # It is ready.
         # Before the write: a commit may come in the meantime.
         groups = [self._groups[i] for i in chunk.indexes]
-        if self._journal is not None:
+        if self.journal is not None:
             # A second caller, too, is answered after the write.
-            await self._journal.leased(step, index, chunk, new=new)
+            await self.journal.leased(step, index, chunk, new=new)
         return chunk, groups
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
         """Commits a trained step and drops its groups; a repeated call gets the first answer."""
         self._check_generation(request)
-        step, journal = request.step, self._journal
-        if journal is not None and 0 < step <= self._admission.leases.committed_step:
+        step, journal = request.step, self.journal
+        if journal is not None and 0 < step <= self.admission.leases.committed_step:
             return wire.encode_resume_point(await journal.resume_point(step))
-        indexes = self._apply(self._admission.commit, step)
-        resume_point = self._admission.resume_point
+        indexes = self._apply(self.admission.commit, step)
+        resume_point = self.admission.resume_point
         for index in indexes:
             self._lengths.count_group("trained", self._groups.pop(index))
         if journal is not None and indexes:  # Step 0, the initial weights, has none.
@@ -375,8 +361,8 @@ class QueueService:
     async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
         """Lets the journal forget the groups that no restored learner will need."""
         self._check_generation(request)
-        if self._journal is not None:
-            await self._journal.checkpointed(request.step)
+        if self.journal is not None:
+            await self.journal.checkpointed(request.step)
         return pb.CheckpointedReply()
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
@@ -390,33 +376,33 @@ class QueueService:
             raise OrderError(
                 f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
             )
-        before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
-        self._apply(self._admission.publish, request.version, resume_point)
+        before, before_servers = (self.admission.v_pub, self._run_epoch), self._servers
+        self._apply(self.admission.publish, request.version, resume_point)
         self._run_epoch = request.run_epoch
         self._set_servers(servers)
-        if self._journal is None:
+        if self.journal is None:
             return pb.PublishReply()
         changed = servers != before_servers
         table = [dataclasses.astuple(record) for record in servers] if changed else None
         if before != (request.version, self._run_epoch):
             # At once: a permit that waits for this version must not be written before it.
             start = resume_point if before[0] is None else None
-            await self._journal.published(request.version, self._run_epoch, start, table)
+            await self.journal.published(request.version, self._run_epoch, start, table)
         elif table is not None:
-            await self._journal.fleet(table)
+            await self.journal.fleet(table)
         else:
-            await self._journal.flushed()  # The same publication may still be unwritten.
+            await self.journal.flushed()  # The same publication may still be unwritten.
         return pb.PublishReply()
 
     async def WatchFleet(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
         """Sends the table of servers and the published version: at once, at every change, every HEARTBEAT_SECS."""
         while True:
-            reply, v_pub = self._fleet_reply, self._admission.v_pub
+            reply, v_pub = self._fleet_reply, self.admission.v_pub
             yield self._encode_fleet(()) if request.without_servers else reply
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECS):
                     while (
-                        self._admission.v_pub == v_pub
+                        self.admission.v_pub == v_pub
                         if request.without_servers
                         else self._fleet_reply is reply
                     ):
@@ -430,15 +416,15 @@ class QueueService:
         if request.leaving:
             self._take_leave(request)
             return pb.ReportReply()
-        self._roles[request.role] = (self._clock(), request)
-        self._admission.seen(request.role, self._clock())
+        self._roles[request.role] = (self.clock(), request)
+        self.admission.seen(request.role, self.clock())
         if request.failure:
             self._take_failure(request)
         return pb.ReportReply()
 
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """The contents of the queue, its counts, and the waits of every role."""
-        a, now = self._admission, self._clock()
+        a, now = self.admission, self.clock()
         return wire.encode_status(
             QueueStatus(
                 depth_groups=a.held,
@@ -497,18 +483,18 @@ class QueueService:
             )
 
     async def _return(self, permit: Permit, reason: str) -> str:
-        now = self._clock()
-        outcome = self._apply(self._admission.return_permit, permit, reason, now)
-        if self._journal is not None and outcome == "stale":
-            await self._journal.flushed()  # The event that made it stale may still be unwritten.
-        elif self._journal is not None:
+        now = self.clock()
+        outcome = self._apply(self.admission.return_permit, permit, reason, now)
+        if self.journal is not None and outcome == "stale":
+            await self.journal.flushed()  # The event that made it stale may still be unwritten.
+        elif self.journal is not None:
             retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
-            await self._journal.returned(permit, reason, outcome, retired_as)
+            await self.journal.returned(permit, reason, outcome, retired_as)
         return outcome
 
     def _sum_of_loads(self) -> collections.Counter[str]:
         """Address → outstanding tokens of all workers. The requests of a silent worker count no more."""
-        now, loads = self._clock(), collections.Counter[str]()
+        now, loads = self.clock(), collections.Counter[str]()
         for since, report in self._roles.values():
             if now - since < SILENT_SECS:
                 loads.update(dict(report.loads))
@@ -531,7 +517,7 @@ class QueueService:
 
     def _encode_fleet(self, servers: Sequence[ServerRecord] = ()) -> pb.FleetReply:
         records, run_id = wire.encode_servers(servers), self._identity.run_id
-        return pb.FleetReply(servers=records, v_pub=self._admission.v_pub, run_id=run_id)
+        return pb.FleetReply(servers=records, v_pub=self.admission.v_pub, run_id=run_id)
 
     def _take_failure(self, request: pb.RoleReport) -> None:
         """Ends a run without a group. In a later one the worker ends alone: others have shown that the code works."""
@@ -545,10 +531,10 @@ class QueueService:
         newest, _ = self._instances.get(request.role, (request.leaving, None))
         if newest != request.leaving:
             return
-        count = len(self._admission.permits_of(request.role))
+        count = len(self.admission.permits_of(request.role))
         log.info("%s ends, with %d permits", request.role, count)
         self._roles.pop(request.role, None)
-        self._apply(self._admission.leave, request.role)
+        self._apply(self.admission.leave, request.role)
 
     def _check_failure(self) -> None:
         if self._failure:
@@ -557,11 +543,11 @@ class QueueService:
     def _permits_to_give_again(self, request: pb.AdmitRequest) -> list[Permit]:
         """Permits that are out to the worker without its knowledge, since a reply was lost or it was restarted; then
         those of workers that have left."""
-        orphans = self._admission.orphans()
+        orphans = self.admission.orphans()
         if not request.worker:
             return orphans
         known = {wire.decode_permit(permit) for permit in request.working_on}
-        return [p for p in self._admission.permits_of(request.worker) if p not in known] + orphans
+        return [p for p in self.admission.permits_of(request.worker) if p not in known] + orphans
 
     def _apply(self, event: Callable[..., T], *args: Any) -> T:
         """Applies an event and wakes all waiting calls. Every change of admission passes here."""
@@ -580,11 +566,11 @@ class QueueService:
         """
         if not 0 <= wait_secs <= MAX_WAIT_SECS:
             raise ValueError(f"wait_secs must be in [0, {MAX_WAIT_SECS:.0f}], got {wait_secs}")
-        deadline = self._clock() + wait_secs
+        deadline = self.clock() + wait_secs
         with self._waiting(describe):
             while not ready():
                 try:
-                    async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                    async with asyncio.timeout(max(0.0, deadline - self.clock())):
                         await self._changed.wait()
                 except TimeoutError:
                     if not ready():
@@ -593,8 +579,8 @@ class QueueService:
 
     @contextlib.contextmanager
     def _waiting(self, describe: Callable[[], str]) -> Iterator[None]:
-        since, key = self._clock(), object()
-        self._waits[key] = lambda: f"{describe()}, for {self._clock() - since:.1f} s"
+        since, key = self.clock(), object()
+        self._waits[key] = lambda: f"{describe()}, for {self.clock() - since:.1f} s"
         try:
             yield
         finally:

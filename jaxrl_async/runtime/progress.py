@@ -4,10 +4,12 @@ Formats rows of metrics and the queue's status. Opens no file and no socket.
 """
 
 import collections
+import dataclasses
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import TextIO
 
 import tqdm
 
@@ -24,32 +26,23 @@ _LINE_COLUMNS = 120  # of a line without a terminal
 _BAR_COLUMNS = 12
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Progress:
     """The progress of one run. Its ETA counts from the first step on: warm-up and compilation are not in it."""
 
-    def __init__(
-        self,
-        num_steps: int,
-        *,
-        row: Mapping[str, float] | None,
-        stream,
-        is_terminal: bool,
-        columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """
-        Args:
-          num_steps: of the run.
-          row: the last one of metrics.jsonl before the start, of a run that resumes.
-          stream: takes the text.
-          is_terminal: whether the bar may overwrite its line.
-          columns: of the terminal, now.
-          clock: seconds.
-        """
-        self.step = int(row["step"]) if row else 0
-        self._num_steps, self._before, self._is_terminal = num_steps, row, is_terminal
-        self._stream, self._columns, self._clock = stream, columns, clock
-        self._began = clock()
+    num_steps: int  # of the run
+    _: dataclasses.KW_ONLY
+    row: (
+        Mapping[str, float] | None
+    )  # the last one of metrics.jsonl before the start, of a run that resumes
+    stream: TextIO  # takes the text
+    is_terminal: bool  # whether the bar may overwrite its line
+    columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns  # of the terminal, now
+    clock: Callable[[], float] = time.monotonic  # seconds
+
+    def __post_init__(self):
+        self.step = int(self.row["step"]) if self.row else 0
+        self._began = self.clock()
         self.stage = ""  # of the run before its first step, in words; "" from then on
         self._printed, self._printed_at = "", -math.inf  # the stage without its figures; seconds
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
@@ -58,7 +51,11 @@ class Progress:
         self._rows: collections.deque[Mapping[str, float]] = collections.deque(maxlen=RATE_STEPS)
         # It clears its line where others print, and `_line` says all that stands in it.
         self._bar = tqdm.tqdm(
-            total=num_steps, file=stream, disable=not is_terminal, bar_format="{desc}", leave=True
+            total=self.num_steps,
+            file=self.stream,
+            disable=not self.is_terminal,
+            bar_format="{desc}",
+            leave=True,
         )
 
     @property
@@ -77,9 +74,9 @@ class Progress:
           status: of the queue, or None.
           said: the last line of the learner's log.
         """
-        if row is None or row == self._before:
+        if row is None or row == self.row:
             return self._show_stage(stage_of(status, said))
-        now, step, self.stage = self._clock(), int(row["step"]), ""
+        now, step, self.stage = self.clock(), int(row["step"]), ""
         is_new = self._first is None or step != self.step
         self.step = step
         if self._first is None:
@@ -89,32 +86,32 @@ class Progress:
             since, first = self._first
             # Steps that a restart repeats are counted anew.
             per_step = (now - since) / max(step - first, 1)
-            self._rest = (self._num_steps - step) * per_step
+            self._rest = (self.num_steps - step) * per_step
         if is_new:
             self._rows.append(row)
         eta = _time(self._rest) if step > self._first[1] else ""
-        parts = row, self._num_steps, _rates(self._rows), eta, waits_of(status)
-        if self._is_terminal:
-            self._draw(_line(*parts, self._columns() - 1))
-        elif is_new and (step >= self._next_line or step == self._num_steps):
-            self._next_line = step + max(1, round(self._num_steps / LINES))
+        parts = row, self.num_steps, _rates(self._rows), eta, waits_of(status)
+        if self.is_terminal:
+            self._draw(_line(*parts, self.columns() - 1))
+        elif is_new and (step >= self._next_line or step == self.num_steps):
+            self._next_line = step + max(1, round(self.num_steps / LINES))
             self._print(_line(*parts, _LINE_COLUMNS))
 
     def _show_stage(self, text: str) -> None:
-        now, self.stage = self._clock(), text
-        if self._is_terminal:
+        now, self.stage = self.clock(), text
+        if self.is_terminal:
             self._draw(f"{_time(now - self._began)}  {text}")
         stage = text.partition(":")[0]
         is_new = stage != self._printed
-        if is_new or (not self._is_terminal and now - self._printed_at >= STAGE_SECS):
+        if is_new or (not self.is_terminal and now - self._printed_at >= STAGE_SECS):
             self._printed, self._printed_at = stage, now
             self._print(f"{_time(now - self._began)}  {text}")
 
     def _draw(self, text: str) -> None:
-        self._bar.set_description_str(_cut(text, self._columns() - 1))
+        self._bar.set_description_str(_cut(text, self.columns() - 1))
 
     def _print(self, text: str) -> None:
-        tqdm.tqdm.write(text, file=self._stream)
+        tqdm.tqdm.write(text, file=self.stream)
 
 
 def stage_of(status: QueueStatus | None, said: str) -> str:

@@ -6,6 +6,7 @@ is the kinds' matter. Routing and retries are the sampler's; the version that a 
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -31,35 +32,30 @@ CONNECT_SECS = 10.0  # bound on a connection: a host that is gone refuses none
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class InferenceClient:
-    """One HTTP session, for all servers: a `port.Servers`."""
+    """One HTTP session, for all servers: a `port.Servers`.
 
-    def __init__(
-        self,
-        *,
-        api_key: str | None = None,
-        admin_api_key: str | None = None,
-        tls_ca: str = "",
-        run_id: str = "",
-        adapters: bool = False,
-        vocab_size: int = Request.vocab_size,
-    ):
-        """Opens nothing yet.
+    Raises:
+      ValueError: no certificate in tls_ca.
+    """
 
-        Args:
-          api_key: key of generation and of the information routes, a server's `--api-key`.
-          admin_api_key: key of the control routes, a server's `--admin-api-key`; without one they take the api_key.
-          tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
-          run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
-          adapters: the versions are adapters.
-          vocab_size: of the run's model; tokens beyond it are refused.
+    api_key: str | None = (
+        None  # of generation and of the information routes, a server's `--api-key`
+    )
+    # Of the control routes, a server's `--admin-api-key`; without one they take the api_key.
+    admin_api_key: str | None = None
+    tls_ca: str = (
+        ""  # PEM file of the authorities to trust at https:// addresses; "" for the system's
+    )
+    run_id: str = (
+        ""  # the run whose weights may sample; tokens of others are refused. "" for any run
+    )
+    adapters: bool = False  # the versions are adapters
+    vocab_size: int = Request.vocab_size  # of the run's model; tokens beyond it are refused
 
-        Raises:
-          ValueError: no certificate in tls_ca.
-        """
-        self._tls = security.client_context(tls_ca) if tls_ca else True
-        self.run_id, self.vocab_size, self._adapters = run_id, vocab_size, adapters
-        self._api_key, self._admin_api_key = api_key, admin_api_key or api_key
+    def __post_init__(self):
+        self._tls = security.client_context(self.tls_ca) if self.tls_ca else True
         self._session: aiohttp.ClientSession | None = None
         # Address → its server, of the kind that was recognised last or is presumed.
         self._servers: dict[str, Any] = {}
@@ -98,10 +94,10 @@ class InferenceClient:
         alone. Where the route is missing, the server is recognised, and asked as its kind is.
         """
         request["sampling_params"] = NEUTRAL | request["sampling_params"]
-        run = {"run_id": self.run_id, "adapters": self._adapters, "vocab_size": self.vocab_size}
+        run = {"run_id": self.run_id, "adapters": self.adapters, "vocab_size": self.vocab_size}
         asked = Request(**run, **request)
         start = time.monotonic()
-        if self._adapters and not self._is_recognised(address):
+        if self.adapters and not self._is_recognised(address):
             await self.recognise(address, timeout_secs=timeout_secs)
             timeout_secs = max(timeout_secs - (time.monotonic() - start), 1e-3)
         server = self._server(address)
@@ -139,7 +135,7 @@ class InferenceClient:
         """
         self._probes = Probes(
             route_of=lambda address: self._server(address).INFO,
-            api_key=self._api_key,
+            api_key=self.api_key,
             tls=self._tls,
             **options,
         )
@@ -217,7 +213,7 @@ class InferenceClient:
     def headers(self, content: str = "json", *, is_control: bool = False) -> dict[str, str]:
         """The headers of a call."""
         headers = {"Content-Type": f"application/{content}"}
-        key = self._admin_api_key if is_control else self._api_key
+        key = (is_control and self.admin_api_key) or self.api_key
         return headers if key is None else headers | {"Authorization": f"Bearer {key}"}
 
     @contextlib.asynccontextmanager

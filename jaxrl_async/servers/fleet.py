@@ -41,6 +41,7 @@ class _Fault:
         return then is not None and (then.state, then.version) == (record.state, record.version)
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Fleet:
     """Routes a request to the less loaded of two HEALTHY servers drawn at random.
 
@@ -49,26 +50,15 @@ class Fleet:
     without that (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
     """
 
-    def __init__(
-        self,
-        *,
-        suspect_secs: float,
-        clock: Callable[[], float],
-        speeds: Mapping[str, float],
-        rng: random.Random | None = None,
-    ):
-        """Starts with no server.
+    suspect_secs: float  # time without requests for a server that failed one
+    clock: Callable[[], float]  # monotonic seconds
+    speeds: Mapping[
+        str, float
+    ]  # address → relative speed, > 0; the table's for an address that is not in it
+    # Draws servers; the default is one that no other worker has. Samples do not depend on it.
+    rng: random.Random = dataclasses.field(default_factory=random.Random)
 
-        Args:
-          suspect_secs: time without requests for a server that failed one.
-          clock: monotonic seconds.
-          speeds: address → relative speed, > 0; the table's for an address that is not in it.
-          rng: draws servers; None for one that no other worker has. Samples do not depend on it.
-        """
-        self._suspect_secs = suspect_secs
-        self._clock = clock
-        self._speeds = dict(speeds)
-        self._rng = rng or random.Random()
+    def __post_init__(self):
         self._records: dict[str, ServerRecord] = {}
         self._healthy: list[str] = []  # of the table; some may be SUSPECT
         self._cumulative_speeds: list[float] = []  # of the HEALTHY ones; [] where all are equal
@@ -100,7 +90,7 @@ class Fleet:
         self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]
         speeds = [self._speed(address) for address in self._healthy]
         self._cumulative_speeds = list(itertools.accumulate(speeds)) if len(set(speeds)) > 1 else []
-        now = self._clock()
+        now = self.clock()
         self._suspect_until = {a: t for a, t in self._suspect_until.items() if t > now}
         self._wake()
 
@@ -136,7 +126,7 @@ class Fleet:
 
     async def wait_for_change(self, timeout_secs: float) -> None:
         """Waits for a new table, the end of a suspicion or the timeout."""
-        now = self._clock()
+        now = self.clock()
         ends = [until - now for until in self._suspect_until.values() if until > now]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, min([timeout_secs, *ends]))):
@@ -147,7 +137,7 @@ class Fleet:
         record, fault = self._records.get(address), self._faults.get(address)
         if record is None:
             return DEAD
-        is_suspect = self._clock() < self._suspect_until.get(address, 0.0)
+        is_suspect = self.clock() < self._suspect_until.get(address, 0.0)
         if record.state == HEALTHY and (is_suspect or (fault is not None and fault.on_trial)):
             return SUSPECT
         return record.state
@@ -192,7 +182,7 @@ class Fleet:
 
     def suspect(self, address: str) -> None:
         """Notes that a request failed on a server."""
-        until = self._clock() + self._suspect_secs
+        until = self.clock() + self.suspect_secs
         self._suspect_until[address] = max(until, self._suspect_until.get(address, until))
 
     def answered(self, address: str, fault: _Fault | None) -> None:
@@ -239,7 +229,7 @@ class Fleet:
         known = self._faults.get(address)
         prompts = {prompt} | (known.prompts if known else set())
         self._faults[address] = _Fault(self._records.get(address), prompts)
-        self._suspect_until[address] = self._clock() + num_probes * self._suspect_secs
+        self._suspect_until[address] = self.clock() + num_probes * self.suspect_secs
 
     def describe(self) -> str:
         """One phrase per server, for messages; of many, the counts by state and the first that are not HEALTHY."""
@@ -265,14 +255,14 @@ class Fleet:
                 return found
         healthy = [address for address in self._healthy if self.state(address) == HEALTHY]
         others = [address for address in healthy if address not in excluding]
-        return self._rng.sample(others or healthy, min(2, len(others or healthy)))
+        return self.rng.sample(others or healthy, min(2, len(others or healthy)))
 
     def _draw(self, addresses: Sequence[str]) -> Sequence[str]:
         if len(addresses) == 1:
             return addresses
         if self._cumulative_speeds and len(addresses) > 2:
-            return self._rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
-        return self._rng.sample(addresses, min(2, len(addresses)))
+            return self.rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
+        return self.rng.sample(addresses, min(2, len(addresses)))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -283,4 +273,4 @@ class Fleet:
 
     def _speed(self, address: str) -> float:
         record = self._records.get(address)
-        return self._speeds.get(address, record.speed if record else 1.0)
+        return self.speeds.get(address, record.speed if record else 1.0)

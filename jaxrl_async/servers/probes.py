@@ -7,6 +7,7 @@ probe, at the same cost. It knows no states and no versions.
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import ssl
 import time
@@ -28,38 +29,27 @@ class LostAnswerError(ConnectionError):
     """A call on an open connection whose answer did not come, or could not be read."""
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Probes:
     """Probes each of its servers every interval_secs, while `run` runs. Use within one event loop."""
 
-    def __init__(
-        self,
-        *,
-        interval_secs: float,
-        timeout_secs: float,
-        is_wanted: Callable[[Any], bool],
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-        route_of: Callable[[str], str] = lambda address: MODEL_INFO,
-        api_key: str | None = None,
-        tls: ssl.SSLContext | bool = True,
-    ):
-        """Opens nothing yet.
+    interval_secs: float  # between two probes of a server
+    timeout_secs: float  # bound on an answer; it is checked at the next probe
+    is_wanted: Callable[[Any], bool]  # server → whether to probe it now
+    # Called with a server and its answer, or None where there was no answer or no plain one.
+    on_answer: Callable[[Any, dict[str, Any] | None], None]
+    # Address → the information route of its server, asked at every probe.
+    route_of: Callable[[str], str] = lambda address: MODEL_INFO
+    api_key: str | None = None  # of the information routes
+    tls: ssl.SSLContext | bool = (
+        True  # context for https:// addresses; True for the system's authorities
+    )
 
-        Args:
-          interval_secs: between two probes of a server.
-          timeout_secs: bound on an answer; it is checked at the next probe.
-          is_wanted: server → whether to probe it now.
-          on_answer: called with a server and its answer, or None where there was no answer or no plain one.
-          route_of: address → the information route of its server, asked at every probe.
-          api_key: of the information routes.
-          tls: context for https:// addresses; True for the system's authorities.
-        """
-        self.timeout_secs, self.on_answer, self.route_of = timeout_secs, on_answer, route_of
-        self.api_key, self.tls = api_key, tls
-        self._is_wanted = is_wanted
+    def __post_init__(self):
         self._slots: list[list[_Peer]] = [
-            [] for _ in range(max(1, round(interval_secs / TICK_SECS)))
+            [] for _ in range(max(1, round(self.interval_secs / TICK_SECS)))
         ]
-        self._pause_secs = interval_secs / len(self._slots)
+        self._pause_secs = self.interval_secs / len(self._slots)
         self._peers: dict[str, _Peer] = {}
 
     def add(self, server: Any, address: str) -> None:
@@ -87,7 +77,7 @@ class Probes:
             while True:
                 for slot in self._slots:
                     for peer in tuple(slot):
-                        if self._is_wanted(peer.server):
+                        if self.is_wanted(peer.server):
                             peer.probe()
                     await asyncio.sleep(self._pause_secs)
         finally:

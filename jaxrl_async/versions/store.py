@@ -57,35 +57,24 @@ class WeightStoreError(sealed.DamagedError):
     """A version is missing or differs from its manifest; names the file and the tensor."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class WeightStore:
-    """The versions under one directory."""
+    """The versions under one directory, which is made where it does not exist."""
 
-    def __init__(
-        self,
-        root: str | os.PathLike,
-        *,
-        keep: int,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        writer: Identity = NOBODY,
-    ):
-        """Opens or makes the store.
+    root: str | os.PathLike
+    _: dataclasses.KW_ONLY
+    keep: int  # newest versions that are kept, ≥ 1
+    # Bound on a safetensors file, and on the memory of a write, unless one tensor alone is larger.
+    max_shard_bytes: int = MAX_SHARD_BYTES
+    writer: Identity = NOBODY  # the learner; it stands in the manifests
 
-        Args:
-          root: its directory.
-          keep: newest versions that are kept, ≥ 1.
-          max_shard_bytes: bound on a safetensors file, and on the memory of a write, unless one tensor
-            alone is larger.
-          writer: the learner; it stands in the manifests.
-        """
-        if keep < 1:
-            raise ValueError(f"keep must be ≥ 1, got {keep}")
-        self._root = pathlib.Path(root).absolute()
+    def __post_init__(self):
+        if self.keep < 1:
+            raise ValueError(f"keep must be ≥ 1, got {self.keep}")
+        self._root = pathlib.Path(self.root).absolute()
         self._root.mkdir(parents=True, exist_ok=True)
-        self._keep = keep
-        self._max_shard_bytes = max_shard_bytes
         self._pins: collections.Counter[int] = collections.Counter()
         self._pruning = threading.Lock()
-        self.writer = writer
 
     def write(
         self,
@@ -135,7 +124,7 @@ class WeightStore:
           ValueError: a name comes twice, or a dtype has no safetensors name.
         """
         directory, shards = self._temporary(version), []
-        for number, shard in enumerate(_split(tensors, self._max_shard_bytes)):
+        for number, shard in enumerate(_split(tensors, self.max_shard_bytes)):
             described = {name: _describe(array) for name, array in shard.items()}
             file = f"shard-{part}-{number}"
             _write_safetensors(directory / file, shard, described)
@@ -253,7 +242,7 @@ class WeightStore:
         return self._generation(version) > self.writer.generation
 
     def _prune(self, newest: int) -> None:
-        keep = [version for version in self.versions() if version <= newest][-self._keep :]
+        keep = [version for version in self.versions() if version <= newest][-self.keep :]
         with self._pruning:
             for version in self.versions():
                 if version in keep or self._pins[version] or self._is_younger(version):
