@@ -3,6 +3,7 @@
 One event loop owns the queue. Rollout workers in that loop call it there; the learner's thread hands its calls over.
 """
 
+import dataclasses
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any
@@ -36,24 +37,16 @@ class DirectCalls:
         await self._service.Report(report)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BlockingDirectCalls:
     """`BlockingCalls` of any thread but the queue's."""
 
-    def __init__(
-        self,
-        service: QueueService,
-        run: Callable[[Coroutine, float], Any],
-        *,
-        call_timeout_secs: float = CALL_TIMEOUT_SECS,
-    ):
-        """Arguments:
-
-        service: the queue.
-        run: runs a coroutine in the queue's loop within some seconds, and returns its result. It raises what ended
-          the loop, where it has ended.
-        call_timeout_secs: bound on a call, in addition to the wait that it asks for.
-        """
-        self._service, self._run, self._call_timeout_secs = service, run, call_timeout_secs
+    service: QueueService
+    # Runs a coroutine in the queue's loop within some seconds, and returns its result. It raises what ended the loop,
+    # where it has ended.
+    run: Callable[[Coroutine, float], Any]
+    # Bound on a call, in addition to the wait that it asks for.
+    call_timeout_secs: float = CALL_TIMEOUT_SECS
 
     def open(self) -> None:
         pass
@@ -62,17 +55,17 @@ class BlockingDirectCalls:
         pass
 
     def call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
-        answer = _answer(self._service, name, request)
-        return self._run(answer, self._call_timeout_secs + wait_secs)
+        answer = _answer(self.service, name, request)
+        return self.run(answer, self.call_timeout_secs + wait_secs)
 
     def watch(self, request: pb.WatchRequest) -> Iterator[pb.FleetReply]:
-        replies = self._service.WatchFleet(request)
+        replies = self.service.WatchFleet(request)
 
         async def next_reply() -> pb.FleetReply:
             return await anext(replies)
 
         while True:
-            yield self._run(next_reply(), WATCH_SECS)
+            yield self.run(next_reply(), WATCH_SECS)
 
     def tell(self, report: pb.RoleReport) -> None:
         self.call("Report", report)

@@ -20,19 +20,16 @@ class FixedChunk:
     last: bool  # True on the step's last chunk
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Leases:
-    """The chunks of every uncommitted step. Steps are leased and committed in order."""
+    """The chunks of every uncommitted step. Steps are leased and committed in order, from step 1 on."""
 
-    def __init__(self, *, batch_groups: int, chunk_groups: int | None):
-        """Starts at step 1.
+    batch_groups: int  # B, groups per step
+    # None for one chunk, the whole batch in prompt order, which waits for its lowest indexes; k for chunks of k groups
+    # in completion order (the last one may be smaller).
+    chunk_groups: int | None
 
-        Args:
-          batch_groups: B, groups per step.
-          chunk_groups: None for one chunk, the whole batch in prompt order, which waits for its lowest indexes;
-            k for chunks of k groups in completion order (the last one may be smaller).
-        """
-        self.batch_groups = batch_groups
-        self.chunk_groups = chunk_groups
+    def __post_init__(self):
         self.committed_step = 0
         self._chunks: dict[int, list[FixedChunk]] = {}  # by step, committed_step < step
 

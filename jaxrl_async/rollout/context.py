@@ -65,17 +65,10 @@ class Context:
 
         Args:
           generate: samples for this context; without `max_new_tokens` it uses the run's.
-          encode: text → token ids, nothing added.
-          decode: token ids → text, without special tokens.
-          vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
-          max_new_tokens: budget of sampled tokens, of each row.
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
           make_rng: makes the generator of this sample, and of nothing else.
-          encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
-          encode_chat: messages, and `tools` by keyword → token ids up to the answer; None without a chat template.
-          temperature: the run's.
           is_trained: whether the sample is trained: no call may sample it otherwise than the run does.
-          max_sample_tokens: bound on all rows of an agent's session, so that its group fits in a message.
+          others: as of `runner.Runner`.
         """
         self._make_rng = make_rng
         self.temperature, self.is_trained = temperature, is_trained

@@ -42,11 +42,11 @@ class Runner:
     """A rollout function with the tokenizer and the bounds of its run."""
 
     function: Rollout
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[str], list[int]]  # text → token ids, nothing added
+    decode: Callable[[Sequence[int]], str]  # token ids → text, without special tokens
     stop_token_ids: tuple[int, ...]
-    vocab_size: int  # bound on token ids
-    max_new_tokens: int  # sampled tokens of a trajectory, as far as `Context.generate` samples them
+    vocab_size: int  # ids outside [0, vocab_size) are never sent: one kills an SGLang server
+    max_new_tokens: int  # budget of the tokens that `Context.generate` samples, of each row
     max_request_tokens: int  # tokens that a server takes and samples in one request
     max_tokens: int  # bound on a trajectory's length
     never_token_ids: tuple[int, ...] = ()  # that no server may sample: padding
@@ -59,7 +59,8 @@ class Runner:
     right: float = RIGHT  # the least reward of a right answer, in evaluations
     deciding: tuple[str, ...] = ()  # components that say so in the reward's place
     temperature: float = 1.0  # of the run
-    max_sample_tokens: float = math.inf  # of all rows of an agent's session
+    # Of all rows of an agent's session, so that its group fits in a message.
+    max_sample_tokens: float = math.inf
 
     @property
     def bias(self) -> dict[str, Any]:
