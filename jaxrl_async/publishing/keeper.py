@@ -37,26 +37,45 @@ class PublisherError(RuntimeError):
     """A version did not reach the servers; the message names each server and why."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Course:
-    """The part that all keepers share; the publisher changes it."""
+    """The part that all keepers share: how versions are pushed, and the one that every server should hold."""
 
-    transport: Callable[..., Awaitable[None]]  # `transports.Transport`
-    pin: Callable[[int], AbstractContextManager[None]]
-    preflight: Callable[[Servers, str], Awaitable[None]] | None
-    pauses: Pauses
-    poll_secs: float
+    # Gives one server a version; as `transports.Transport`.
+    transport: Callable[..., Awaitable[None]]
+    pin: Callable[[int], AbstractContextManager[None]]  # `WeightStore.pin`
+    # Deadline of a server for a version; one that misses it is STALE. Without a HEALTHY server for this time the
+    # publisher fails, unless a server is DEAD, or has just restarted or woken.
     push_timeout_secs: float
-    active: ActiveClock
-    # The publisher's: a server was found to be no longer HEALTHY; an attempt at it ended, `is_back`: it answers again.
-    changed: Callable[[health.Server], Awaitable[None]]
-    tried: Callable[..., Awaitable[None]]  # (server, *, is_back)
+    poll_secs: float  # poll interval of each server
+    max_paused: int = 0  # servers that a push pauses at once; the others go on, HEALTHY. 0: all
+    # Refuses a server before its first push, and before the first after a restart; see preflight.server. Before any
+    # version is published a refusal ends the publisher.
+    preflight: Callable[[Servers, str], Awaitable[None]] | None = None
+    # Compares what a server samples after its first push, and after the first after a restart; a refusal is as the
+    # preflight's.
     scored: ScoredPrompts | None = None
-    scores_every_push: bool = False  # not the first alone
-    target: Target | None = None  # that every server should hold
-    before: int | None = None  # the version before it, current while its push is under way
-    announced: tuple[int, int] | None = None  # (version, run epoch) that the queue knows
-    wants_scores: bool = False  # a server of the run verifies nothing itself
+    scores_every_push: bool = False  # not after the first alone
+
+    def __post_init__(self):
+        self.pauses = Pauses(
+            max_paused=self.max_paused,
+            turn_secs=TURN_SHARE * self.push_timeout_secs,
+            max_turn_secs=self.push_timeout_secs / 2,
+        )
+        self.active = ActiveClock()
+        self.target: Target | None = None  # that every server should hold
+        self.before: int | None = None  # the version before it, current while its push is under way
+        self.announced: tuple[int, int] | None = None  # (version, run epoch) that the queue knows
+        self.wants_scores = False  # a server of the run verifies nothing itself
+
+    async def changed(self, server: health.Server) -> None:
+        """A server was found to be no longer HEALTHY."""
+        raise NotImplementedError
+
+    async def tried(self, server: health.Server, *, is_back: bool) -> None:
+        """An attempt at a server ended; `is_back`: it answers again."""
+        raise NotImplementedError
 
 
 class Keeper:
@@ -204,4 +223,6 @@ class Keeper:
             await course.scored.check(kind, self.server.address, files, target.name, **call)
 
 
+# Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
+TURN_SHARE = 0.125
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails

@@ -14,16 +14,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.keeper import Course, Keeper, PublisherError
-from jaxrl_async.publishing.pauses import Pauses
-from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.records import ResumePoint
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import Servers
@@ -41,7 +38,7 @@ class Evaluation(Protocol):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Publisher:
+class Publisher(Course):
     """Owns the states of all inference servers; its thread starts with it. One push is in flight at most.
 
     All public methods are for the learner's thread.
@@ -52,38 +49,24 @@ class Publisher:
     controls: Mapping[str, Sequence[str]]
     _: dataclasses.KW_ONLY
     client: Servers  # for this publisher alone, not opened yet
-    transport: Callable[..., Awaitable[None]]  # as `transports.Transport`
-    pin: Callable[[int], AbstractContextManager[None]]  # `WeightStore.pin`
     # announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`
     announce: Callable[..., None]
-    # Deadline of a server for a version; one that misses it is STALE. Without a HEALTHY server for this time the
-    # publisher fails, unless a server is DEAD, or has just restarted or woken.
-    push_timeout_secs: float
-    poll_secs: float  # poll interval of each server
     # Deadline of the first push. Without a HEALTHY server, a DEAD one has this time to restart.
     start_timeout_secs: float
     # Share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The others join
     # later.
     quorum: float = 1.0
-    max_paused: int = 0  # servers that a push pauses at once; the others go on, HEALTHY. 0: all
     # The first push waits for the quorum and one attempt at each server; without, for all servers, and after
     # start_timeout_secs for the quorum.
     is_resumed: bool = False
-    discovery: Discovery | None = (
-        None  # lists servers that join and leave, besides those of `controls`
-    )
+    # Lists servers that join and leave, besides those of `controls`.
+    discovery: Discovery | None = None
     discover_secs: float = 5.0  # between two readings of the list
     evaluation: Evaluation | None = None
     run_id: str = ""
-    # Refuses a server before its first push, and before the first after a restart; see preflight.server. Before any
-    # version is published a refusal ends the publisher.
-    preflight: Callable[[Servers, str], Awaitable[None]] | None = None
-    # Compares what a server samples after its first push, and after the first after a restart; a refusal is as the
-    # preflight's.
-    scored: ScoredPrompts | None = None
-    scores_every_push: bool = False  # not after the first alone
 
     def __post_init__(self):
+        super().__post_init__()
         self._servers = [
             health.Server(c, serves) for serves, behind in self.controls.items() for c in behind
         ]
@@ -92,24 +75,6 @@ class Publisher:
         self._table = health.Table()
         for server in self._servers:
             self._table.add(server)
-        self._active = ActiveClock()
-        self._course = Course(
-            transport=self.transport,
-            pin=self.pin,
-            preflight=self.preflight,
-            scored=self.scored,
-            scores_every_push=self.scores_every_push,
-            pauses=Pauses(
-                max_paused=self.max_paused,
-                turn_secs=TURN_SHARE * self.push_timeout_secs,
-                max_turn_secs=self.push_timeout_secs / 2,
-            ),
-            poll_secs=self.poll_secs,
-            push_timeout_secs=self.push_timeout_secs,
-            active=self._active,
-            changed=self.changed,
-            tried=self.tried,
-        )
 
         self._condition = threading.Condition()  # The learner waits here for these two.
         self._published = -1  # the version requested last; −1: not yet
@@ -119,14 +84,14 @@ class Publisher:
         self._phase = "a first version"
         self._metrics: dict[str, float] = {}
 
-        # The thread's own state, with the course:
+        # The thread's own state, with that of the course:
         self._target_pin = contextlib.ExitStack()
         self._held: int | None = None  # by HEALTHY servers, under the version announced
         # Control address → the keeper of its server, and its task.
         self._keepers: dict[str, tuple[Keeper, asyncio.Task]] = {}
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
-        self._healthy_at = self._active.now()
+        self._healthy_at = self.active.now()
         self._changed = asyncio.Event()  # an attempt at a server ended
         self._announcing = asyncio.Lock()
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
@@ -199,11 +164,6 @@ class Publisher:
         if self._error is not None:
             raise PublisherError(f"the publisher failed: {self._error}") from self._error
 
-    @property
-    def wants_scores(self) -> bool:
-        """Whether a server is compared with the scores of a version."""
-        return self._course.wants_scores
-
     def metrics(self) -> dict[str, float]:
         """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
 
@@ -274,14 +234,14 @@ class Publisher:
         target = health.Target(
             health.weight_name(files.version, request.run_epoch, self.run_id), files
         )
-        first, self._course.target = self._course.target is None, target
-        self._course.before = self._held
+        first, self.target = self.target is None, target
+        self.before = self._held
         with self._target_pin:  # A server that still loads the version before has a pin of its own.
             self._target_pin = contextlib.ExitStack()
             self._target_pin.enter_context(self.pin(target.version))
         self._phase = f"version {request.version} on the servers"
         await self._deliver(target, first)
-        self._pushing, self._course.before = False, None
+        self._pushing, self.before = False, None
 
         self._phase = f"the queue to take version {request.version}"
         # States first: when the queue admits for the new version, no worker routes to a late server.
@@ -292,7 +252,7 @@ class Publisher:
             "weights/delay": request.version - target.version,
             "weights/push_secs": time.monotonic() - start,
             "weights/bytes": num_bytes,
-            "weights/paused_secs": self._course.pauses.pop(),
+            "weights/paused_secs": self.pauses.pop(),
         }
         with self._condition:
             self._published = request.version
@@ -348,12 +308,12 @@ class Publisher:
             left = self.start_timeout_secs - timeout_secs
             await self._wait(lambda: delivered() or not self._may_recover(), left)
         self._end_push(first, timeout_secs)
-        self._healthy_at = self._active.now()
+        self._healthy_at = self.active.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
         """Waits for a condition, checked after every attempt at a server, for timeout_secs of the active clock."""
-        deadline = self._active.now() + timeout_secs
-        while not condition() and (left := deadline - self._active.now()) > 0:
+        deadline = self.active.now() + timeout_secs
+        while not condition() and (left := deadline - self.active.now()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, CHECK_SECS)):
@@ -362,7 +322,7 @@ class Publisher:
     async def _watch_the_clock(self) -> None:
         """Keeps a busy time of other tasks apart from a stop of the process."""
         while True:
-            self._active.now()
+            self.active.now()
             await asyncio.sleep(CHECK_SECS)
 
     def _num_holding(self) -> int:
@@ -377,7 +337,7 @@ class Publisher:
     def _may_recover(self) -> bool:
         """Whether a server may become HEALTHY: DEAD, without weights, not tried yet or again, or one that will join."""
         return self.discovery is not None or any(
-            s.state == DEAD or s.version is None or s.tried is not self._course.target
+            s.state == DEAD or s.version is None or s.tried is not self.target
             for s in self._servers
         )
 
@@ -405,7 +365,7 @@ class Publisher:
     def _start_keeping(
         self, client: Servers, tasks: asyncio.TaskGroup, server: health.Server
     ) -> None:
-        keeper = Keeper(server, client, self._course)
+        keeper = Keeper(server, client, self)
         task = tasks.create_task(keeper.run(), name=f"publisher {server.address}")
         self._keepers[server.address] = keeper, task
         self._probes.add(keeper, server.address)
@@ -453,14 +413,14 @@ class Publisher:
     async def tried(self, server: health.Server, *, is_back: bool) -> None:
         """Publishes the new state of a server after an attempt, and wakes those who wait for it."""
         if is_back:
-            self._healthy_at = self._active.now()  # It has its time to be HEALTHY.
+            self._healthy_at = self.active.now()  # It has its time to be HEALTHY.
         await self.changed(server)
         self._changed.set()
         self._check_any_healthy()
 
     def _check_any_healthy(self) -> None:
         """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
-        now = self._active.now()
+        now = self.active.now()
         if self._pushing or self._table.any_healthy():
             self._healthy_at = now
             return
@@ -474,15 +434,15 @@ class Publisher:
 
     async def _publish_version(self, request: "_Request") -> None:
         async with self._announcing:
-            self._course.announced = (request.version, request.run_epoch)
+            self.announced = (request.version, request.run_epoch)
             self._held = self._target.version
-            await self._announce_records(self._course.announced, request.resume_point)
+            await self._announce_records(self.announced, request.resume_point)
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""
         if self._table.is_changed or self._announcing.locked():
             async with self._announcing:  # Changes meanwhile go in one announcement.
-                announced = self._course.announced
+                announced = self.announced
                 if announced is not None and self._table.is_changed:
                     log.info("version %d: %s", announced[0], self._describe())
                     await self._announce_records(announced, None)
@@ -499,8 +459,8 @@ class Publisher:
     @property
     def _target(self) -> health.Target:
         """The version under way or published; there is one."""
-        assert self._course.target is not None
-        return self._course.target
+        assert self.target is not None
+        return self.target
 
     def waits_for(self) -> str:
         """The wait of the push under way, and the state of every server, in words."""
@@ -524,7 +484,5 @@ def _write(write: Callable[[], Version]) -> tuple[Version, int]:
     return written, written.total_bytes
 
 
-# Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
-TURN_SHARE = 0.125
 CHECK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

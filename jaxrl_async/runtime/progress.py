@@ -32,9 +32,8 @@ class Progress:
 
     num_steps: int  # of the run
     _: dataclasses.KW_ONLY
-    row: (
-        Mapping[str, float] | None
-    )  # the last one of metrics.jsonl before the start, of a run that resumes
+    # The last one of metrics.jsonl before the start, of a run that resumes.
+    row: Mapping[str, float] | None
     stream: TextIO  # takes the text
     is_terminal: bool  # whether the bar may overwrite its line
     columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns  # of the terminal, now

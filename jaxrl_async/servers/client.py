@@ -40,17 +40,14 @@ class InferenceClient:
       ValueError: no certificate in tls_ca.
     """
 
-    api_key: str | None = (
-        None  # of generation and of the information routes, a server's `--api-key`
-    )
+    # Of generation and of the information routes, a server's `--api-key`.
+    api_key: str | None = None
     # Of the control routes, a server's `--admin-api-key`; without one they take the api_key.
     admin_api_key: str | None = None
-    tls_ca: str = (
-        ""  # PEM file of the authorities to trust at https:// addresses; "" for the system's
-    )
-    run_id: str = (
-        ""  # the run whose weights may sample; tokens of others are refused. "" for any run
-    )
+    # PEM file of the authorities to trust at https:// addresses; "" for the system's.
+    tls_ca: str = ""
+    # The run whose weights may sample; tokens of others are refused. "" for any run.
+    run_id: str = ""
     adapters: bool = False  # the versions are adapters
     vocab_size: int = Request.vocab_size  # of the run's model; tokens beyond it are refused
 

@@ -52,9 +52,8 @@ class Fleet:
 
     suspect_secs: float  # time without requests for a server that failed one
     clock: Callable[[], float]  # monotonic seconds
-    speeds: Mapping[
-        str, float
-    ]  # address → relative speed, > 0; the table's for an address that is not in it
+    # Address → relative speed, > 0; the table's for an address that is not in it.
+    speeds: Mapping[str, float]
     # Draws servers; the default is one that no other worker has. Samples do not depend on it.
     rng: random.Random = dataclasses.field(default_factory=random.Random)
 

@@ -41,9 +41,8 @@ class Probes:
     # Address → the information route of its server, asked at every probe.
     route_of: Callable[[str], str] = lambda address: MODEL_INFO
     api_key: str | None = None  # of the information routes
-    tls: ssl.SSLContext | bool = (
-        True  # context for https:// addresses; True for the system's authorities
-    )
+    # Context for https:// addresses; True for the system's authorities.
+    tls: ssl.SSLContext | bool = True
 
     def __post_init__(self):
         self._slots: list[list[_Peer]] = [

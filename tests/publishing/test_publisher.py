@@ -114,17 +114,7 @@ def start(queue, store):
 
 def keeper_of(*, poll_secs):
     """A keeper of a server that holds nothing, never started."""
-    course = Course(
-        transport=None,
-        pin=None,
-        preflight=None,
-        pauses=None,
-        poll_secs=poll_secs,
-        push_timeout_secs=WAIT_SECS,
-        active=None,
-        changed=None,
-        tried=None,
-    )
+    course = Course(transport=None, pin=None, poll_secs=poll_secs, push_timeout_secs=WAIT_SECS)
     return Keeper(Server("http://gone", "http://gone"), None, course)
 
 
