@@ -25,10 +25,14 @@ from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.preflight.server import check_router
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import Transport
+from jaxrl_async.records import Permit, ServerRecord
+from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
+from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.versions.store import WeightStore
 
 DEADLINE_SECS = 120.0
@@ -179,6 +183,50 @@ async def test_a_worker_killed_under_load_costs_no_request(router, workers, publ
             info = await SglangApi(client, worker.address).report(timeout_secs=DEADLINE_SECS)
             assert info["weight_version"] == "3"
     publisher.check()
+
+
+@pytest.mark.long
+async def test_padding_that_is_sampled_through_a_real_router_is_drawn_again(tmp_path):
+    """A real SGLang follows logit_bias; the router before it does not pass it on."""
+    model, config = tmp_path / "model", "--config=configs/arithmetic_router.py:smoke"
+    assert main(["init", config, f"--out={model}"]) == 0
+    settings = settings_of(load_config("configs/arithmetic_router.py"))
+    tokenizer = parts.tokenizer_of(settings, tmp_path / "tokenizer")
+    (padding,) = parts.never_token_ids(settings, tokenizer)
+    shape, key = parts.model_config_of(settings, tokenizer), real_servers.API_KEY
+    sampling = {"max_new_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+    sampling["logit_bias"] = {str(padding): NEVER_BIAS}
+    with contextlib.ExitStack() as stack:
+        where = (shape, model, tmp_path / "server.log", "--weight-version=3")
+        server = stack.enter_context(real_servers.serving("sglang", *where))
+        flags = (tmp_path / "router.log", f"--api-key={key}")
+        router = stack.enter_context(real_servers.routing([server], *flags))
+        counts = {}
+        async with InferenceClient(api_key=key) as client:
+            for address in (server, router):
+                asked = {"sampling_params": sampling, "timeout_secs": REAL_SECS}
+                rows = [
+                    await client.generate(address, rid=f"{i}", input_ids=[1, 2], **asked)
+                    for i in range(8)
+                ]
+                counts[address] = sum(int((row.tokens == padding).sum()) for row in rows)
+            print(f"padding among {8 * 32} tokens: {counts}")
+            assert counts[server] == 0 < counts[router]
+            fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
+            fleet.update([ServerRecord(router, "HEALTHY", 3)])
+            sampler = Sampler(
+                client=client,
+                fleet=fleet,
+                controls={router: (server,)},
+                sampling=sampling,
+                run_seed=1,
+                request_timeout_secs=REAL_SECS,
+                max_retries=0,
+            )
+            for sample in range(8):
+                row = await sampler.bind(Permit(7, 0), sample)([1, 2])
+                assert padding not in row.tokens and len(row.tokens) == 32
+                assert np.isfinite(row.logprobs).all()
 
 
 @pytest.mark.long
