@@ -141,7 +141,8 @@ class ServerRecord:
     load: int = 0  # outstanding tokens of all workers, as they reported last; the publisher's records have 0
 
 
-READS = "its task"  # what a worker waits for that reads it
+# What a worker waits for that starts.
+READS = (READS_TASK, READS_REWARD) = ("its task", "the processes of its reward")
 
 
 @dataclasses.dataclass(frozen=True)

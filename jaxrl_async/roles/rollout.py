@@ -6,7 +6,8 @@ import functools
 import pathlib
 import signal
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from jaxrl_async import parts
 from jaxrl_async.active_clock import ActiveClock
@@ -14,7 +15,7 @@ from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.calls import GrpcCalls
 from jaxrl_async.queue.client import QueueClient
-from jaxrl_async.records import READS, Wait
+from jaxrl_async.records import READS_REWARD, READS_TASK, Wait
 from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
@@ -26,6 +27,8 @@ from jaxrl_async.servers.port import Servers
 from jaxrl_async.tasks.prompts import prompt_stream
 from jaxrl_async.tasks.task import Task
 from jaxrl_async.tasks.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
 
 
 async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
@@ -74,8 +77,12 @@ async def work(
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(client)
         await stack.enter_async_context(queue)
-        task, tokenizer, prompts, runner = await _read(settings, workdir, name, queue)
-        rewards = await stack.enter_async_context(parts.rewards_of(settings, task.reward))
+        # In a thread: a queue in this loop answers meanwhile.
+        read = asyncio.to_thread(_read, settings, workdir)
+        on = f"{READS_TASK} {settings.task.name!r}, which is imported and read"
+        task, tokenizer, prompts, runner = await _awaited(queue, name, on, read)
+        pool = stack.enter_async_context(parts.rewards_of(settings, task.reward))
+        rewards = await _awaited(queue, name, f"{READS_REWARD} {task.reward!r}, which start", pool)
         client.run_id, client.vocab_size = queue.run_id, runner.vocab_size
         gc_freeze("prompts")
         clock = ActiveClock()
@@ -114,25 +121,27 @@ async def work(
         await worker.run()
 
 
-async def _read(
-    settings: Settings, workdir: pathlib.Path, name: str, queue: QueueClient
-) -> tuple[Task, Tokenizer, Any, Runner]:
-    """The task, its tokens and the rollout function, read in a thread: a queue in this loop answers meanwhile.
+def _read(settings: Settings, workdir: pathlib.Path) -> tuple[Task, Tokenizer, Any, Runner]:
+    """The task, its tokens, its training prompts and the rollout function."""
+    tokenizer = parts.tokenizer_of(settings, workdir)
+    task = parts.same_task_of(settings, workdir)
+    bound = settings.rollout.max_prompt_tokens
+    of_train = {"split": "train", "seed": settings.task.seed, "max_prompt_tokens": bound}
+    prompts = prompt_stream(task, tokenizer, **of_train)
+    return task, tokenizer, prompts, parts.runner_of(settings, tokenizer, task)
 
-    A user's module may take minutes to import, and the tokens of many prompts as long: the queue gets reports of the
-    wait.
+
+async def _awaited(queue: QueueClient, name: str, on: str, started: Awaitable[_T]) -> _T:
+    """The result of what a worker starts with; the queue gets reports of the wait `on` it.
+
+    A user's module may take minutes to import, in this process and in those of its reward.
     """
-
-    def read() -> tuple[Task, Tokenizer, Any, Runner]:
-        tokenizer = parts.tokenizer_of(settings, workdir)
-        task = parts.same_task_of(settings, workdir)
-        bound = settings.rollout.max_prompt_tokens
-        of_train = {"split": "train", "seed": settings.task.seed, "max_prompt_tokens": bound}
-        prompts = prompt_stream(task, tokenizer, **of_train)
-        return task, tokenizer, prompts, parts.runner_of(settings, tokenizer, task)
-
-    reading, since = asyncio.create_task(asyncio.to_thread(read)), time.monotonic()
-    what = f"{READS} {settings.task.name!r}, which is imported and read"
-    while not (await asyncio.wait({reading}, timeout=STATUS_SECS))[0]:
-        await queue.report(name, [Wait(name, what, time.monotonic() - since)])
-    return reading.result()
+    waiting, since = asyncio.ensure_future(started), time.monotonic()
+    try:
+        while not (await asyncio.wait({waiting}, timeout=STATUS_SECS))[0]:
+            await queue.report(name, [Wait(name, on, time.monotonic() - since)])
+        return waiting.result()
+    finally:
+        if not waiting.done():  # A pool that starts ends its processes.
+            waiting.cancel()
+            await asyncio.wait({waiting})

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -157,6 +158,33 @@ async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(mon
         assert "end of the chain: rollout-0 and its task" in explain(status, [], None)
         with pytest.raises(ValueError, match="read"):
             await working
+
+
+async def test_a_reward_that_starts_slowly_is_named_and_ends_with_the_worker(monkeypatch, tmp_path):
+    ended = []
+
+    @contextlib.asynccontextmanager
+    async def starts(*_):
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(rollout_role, "STATUS_SECS", 0.05)
+    task = types.SimpleNamespace(reward="slow:reward")
+    monkeypatch.setattr(rollout_role, "_read", lambda *_: (task, None, None, None))
+    monkeypatch.setattr(parts, "rewards_of", starts)
+    async with direct() as queue:
+        of = {"client": DirectClient({}), "queue": queue.client}
+        working = asyncio.create_task(rollout_role.work(Settings(), tmp_path, 0, **of))
+        async with asyncio.timeout(CALL_SECS):
+            while not (roles := (await queue.status()).roles):
+                await asyncio.sleep(0.02)
+        assert roles[0].waits[0].on == "the processes of its reward 'slow:reward', which start"
+        working.cancel()
+        await asyncio.wait({working}, timeout=CALL_SECS)
+        assert ended == [True] and working.cancelled()
 
 
 @pytest.mark.long
