@@ -34,47 +34,32 @@ class Asked:
     temperature: float
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Subject:
     """One server. Use within one event loop."""
 
-    def __init__(
-        self,
-        client: InferenceClient,
-        address: str,
-        *,
-        config: transformer.ModelConfig,
-        params: nnx.State,
-        directory: pathlib.Path,
-        transport: str,
-        max_total_tokens: int,
-        timeout_secs: float,
-    ):
-        """Asks nothing yet.
+    client: InferenceClient  # opened, with the server's keys
+    address: str  # "http://host:port"
+    _: dataclasses.KW_ONLY
+    config: transformer.ModelConfig  # of the model that the server has
+    params: nnx.State  # its weights
+    directory: pathlib.Path  # for versions; visible to the server where the transport is "disk"
+    transport: str  # weights.transport
+    max_total_tokens: int  # of a request, prompt and completion
+    timeout_secs: float  # bound on each call and each push
 
-        Args:
-          client: opened, with the server's keys.
-          address: "http://host:port".
-          config, params: the model that the server has.
-          directory: for versions; visible to the server where the transport is "disk".
-          transport: weights.transport.
-          max_total_tokens: of a request, prompt and completion.
-          timeout_secs: bound on each call and each push.
-        """
-        self.client, self.address = client, address
-        self.config, self.max_total_tokens = config, max_total_tokens
-        self.timeout_secs = timeout_secs
-        self._params = {0: params}
-        self._transport = Transport(transport, mode="retract")
-        self._store = WeightStore(directory, keep=1000)
+    def __post_init__(self):
+        self._params = {0: self.params}
+        self._transport = Transport(self.transport, mode="retract")
+        self._store = WeightStore(self.directory, keep=1000)
         self._paths: dict[int, pathlib.Path] = {}
         self._rids = itertools.count()
-        self._row_tokens = max_total_tokens
 
     def close(self) -> None:
         """Ends what its pushes share."""
         self._transport.close()
 
-    def params(self, version: int) -> nnx.State:
+    def params_of(self, version: int) -> nnx.State:
         """The weights of a version, on the device."""
         variant = version % NUM_VARIANTS
         if variant not in self._params:
@@ -92,11 +77,9 @@ class Subject:
         """The files of a version's variant."""
         variant = version % NUM_VARIANTS
         if variant not in self._paths:
-            tensors = hf.to_tensors(self.params(variant), self.config, "float32")
+            tensors = hf.to_tensors(self.params_of(variant), self.config, "float32")
             config = hf.write_config(self.config)
-            number = len(
-                self._paths
-            )  # A store forgets what is later than the version written last.
+            number = len(self._paths)  # A store forgets later ones than the version written last.
             self._paths[variant] = self._store.write(number, tensors, config)
         return StoredVersion(self._paths[variant])
 
@@ -139,9 +122,9 @@ class Subject:
     def table(self, asked: Asked, version: int) -> np.ndarray:
         """float32 [N, V]: log-probs of a version where each token was sampled."""
         tokens = [*asked.prompt, *asked.completion.tokens.tolist()]
-        row = np.zeros((1, self._row_tokens), np.int32)
+        row = np.zeros((1, self.max_total_tokens), np.int32)
         row[0, : len(tokens)] = tokens
-        logits = _logits(self.config, self.params(version), row, asked.temperature)
+        logits = _logits(self.config, self.params_of(version), row, asked.temperature)
         return np.asarray(logits)[len(asked.prompt) - 1 : len(tokens) - 1]
 
     def errors(self, asked: Asked) -> np.ndarray:

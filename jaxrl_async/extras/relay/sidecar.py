@@ -54,26 +54,21 @@ class Verified:
     digest: str
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Sidecar:
     """The sidecar of one server. Use within one event loop, as a context."""
 
-    def __init__(
-        self,
-        server: str,
-        directory: str = "",
-        *,
-        key: str | None = None,
-        context: ssl.SSLContext | None = None,
-    ):
-        """Args:
-        server: "http://host:port" of the server.
-        directory: in which versions are kept, visible to the server under the same path; "": the temporary one. A
-          version may fill its disk.
-        key: required of control calls, and with which others and the server are called; None: none.
-        context: of certificates that are trusted of the server and other sidecars; None: the system's authorities.
-        """
-        self._server, self._directory, self._key, self._context = server, directory, key, context
-        self._receiver = Receiver(self, key=key, context=context, reads_in_the_pause=True)
+    server: str  # "http://host:port"
+    # in which versions are kept, visible to the server under the same path; "": the temporary one. A version may fill
+    # its disk.
+    directory: str = ""
+    _: dataclasses.KW_ONLY
+    key: str | None = None  # of control calls to it, and with which it calls others and the server
+    context: ssl.SSLContext | None = None  # of certificates that are trusted; None: the system's
+
+    def __post_init__(self):
+        own = {"key": self.key, "context": self.context}
+        self._receiver = Receiver(self, **own, reads_in_the_pause=True)
         self._loaded: Verified | None = None  # the last directory
         self._prepares = False  # whether the server can prepare, by its last /model_info
         self._is_swap = False  # whether it has prepared this version
@@ -83,9 +78,9 @@ class Sidecar:
     async def __aenter__(self) -> "Sidecar":
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
         options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
-        if self._context is not None:
-            options["connector"] = aiohttp.TCPConnector(ssl=self._context)
-        self._receiver.open(self._directory)
+        if self.context is not None:
+            options["connector"] = aiohttp.TCPConnector(ssl=self.context)
+        self._receiver.open(self.directory)
         self._session = aiohttp.ClientSession(**options)
         return self
 
@@ -112,7 +107,7 @@ class Sidecar:
     async def _check_key(self, request, handler):
         """The sidecar's own routes need its key, and those that vLLM leaves open; others are the server's to check."""
         said, path = request.headers.get("Authorization", ""), self._there(request).path
-        if self._key is not None and not security.is_bearer(said, self._key):
+        if self.key is not None and not security.is_bearer(said, self.key):
             is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
             is_open = request.method != "GET" and not path.startswith(_KEYED)
             if is_own or (is_open and await self._serves_vllm()):
@@ -126,7 +121,7 @@ class Sidecar:
     async def _serves_vllm(self) -> bool:
         """Whether the server is vLLM, which alone has its information route."""
         if self._is_vllm is None:
-            async with self._errors(), self._session.get(self._server + vllm.Vllm.INFO) as answer:
+            async with self._errors(), self._session.get(self.server + vllm.Vllm.INFO) as answer:
                 if answer.status not in _DECISIVE:
                     raise aiohttp.ClientError(f"HTTP {answer.status}")
                 self._is_vllm = answer.status == 200
@@ -226,7 +221,7 @@ class Sidecar:
 
     def _there(self, request: web.Request) -> yarl.URL:
         """The address that a call goes on to, without "..": what is checked is what is asked."""
-        return yarl.URL(self._server + request.path_qs)
+        return yarl.URL(self.server + request.path_qs)
 
     def _asked(self, request):
         body = request.content if request.can_read_body else None
@@ -244,19 +239,19 @@ class Sidecar:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{self._server} does not answer the sidecar: {error or type(error).__name__}"
+            reason = f"{self.server} does not answer the sidecar: {error or type(error).__name__}"
             raise web.HTTPBadGateway(
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
 
     async def _call(self, route: str, body: dict, *, lease: str | None = None) -> Answer:
         """The answer to a control call of the sidecar's own."""
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         if lease is not None:
             headers[protocol.LEASE_HEADER] = lease
         async with (
             self._errors(),
-            self._session.post(self._server + route, json=body, headers=headers) as answer,
+            self._session.post(self.server + route, json=body, headers=headers) as answer,
         ):
             content = await answer.read()
             try:
