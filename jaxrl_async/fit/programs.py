@@ -178,17 +178,19 @@ def check_plan(settings: Settings, target: Target) -> None:
     """
     learner, kernel = settings.learner, settings.learner.attention_kernel
     sizes = learner.data, learner.fsdp, learner.context, learner.tensor
-    num_devices = target.num_devices - settings.server.devices
+    taken = settings.server.devices
+    num_devices = target.num_devices - taken
     if num_devices < 1:
         raise FitError(
-            f"server.devices = {settings.server.devices} leaves the learner none of the {target.num_devices} devices "
+            f"server.devices = {taken} leaves the learner none of the {target.num_devices} devices "
             f"of {target.name}"
         )
     if learner.num_devices != num_devices:
         needed = max(1, num_devices * learner.fsdp // learner.num_devices)
+        beside = f" beside server.devices = {taken}" if taken else ""
         raise FitError(
             f"learner.data · fsdp · context · tensor = {' · '.join(map(str, sizes))} = {learner.num_devices}, and "
-            f"{target.name} has {_devices_left(settings, target)}: --config.learner.fsdp={needed}, or --search"
+            f"{target.name} has {num_devices} devices{beside}: --config.learner.fsdp={needed}, or --search"
         )
     if kernel == "splash" and target.chip.platform != "tpu":
         raise FitError(f"learner.attention_kernel 'splash' is a TPU's, and {target.name} has none")
@@ -197,14 +199,6 @@ def check_plan(settings: Settings, target: Target) -> None:
             "learner.attention_kernel 'cudnn' is built by the card's own library: it cannot be compiled here; "
             "--config.learner.attention_kernel=xla shows the rest"
         )
-
-
-def _devices_left(settings: Settings, target: Target) -> str:
-    taken = settings.server.devices
-    if not taken:
-        return f"{target.num_devices} devices"
-    left = target.num_devices - taken
-    return f"{left} devices beside server.devices = {taken}"
 
 
 def devices_of(target: Target) -> list:

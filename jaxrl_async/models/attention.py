@@ -313,7 +313,9 @@ def _splash_backward(q, k, v, seen, attended, log_total, d_attended, *, interpre
 def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):
     """The kernel for the queries from the token `first` of their row on."""
     H, T, S = *q_BHTC.shape[1:3], k_BNSC.shape[2]
-    block = _splash_block(q_BHTC)
+    chip = jax.typeof(q_BHTC).sharding.mesh.abstract_device
+    most = _SPLASH_BLOCK_TOKENS.get(chip.device_kind if chip else "", 512)
+    block = math.gcd(T, most)  # T is a multiple of 128.
     kernel = splash_kernel.make_splash_mha(
         mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((S, S))] * H),
         block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
@@ -338,13 +340,6 @@ def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):
     plans = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     plans = (plan if plan is None else own_plan(plan) for plan in plans)
     return splash_kernel.SplashAttentionKernel(*plans, **kernel.kwargs)
-
-
-def _splash_block(q_BHTC) -> int:
-    """Tokens of the kernel's blocks, on the chip that these queries are compiled for."""
-    chip = jax.typeof(q_BHTC).sharding.mesh.abstract_device
-    most = _SPLASH_BLOCK_TOKENS.get(chip.device_kind if chip else "", 512)
-    return math.gcd(q_BHTC.shape[2], most)  # T is a multiple of 128.
 
 
 def _tokens_of(segment_ids, prefix_ids=None, positions=None, first=None) -> _Tokens:

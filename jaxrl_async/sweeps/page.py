@@ -200,15 +200,11 @@ def _point_table(
         greedy = f"{r.after['greedy']:.3f}" if r.after else "–"
         overrides = ", ".join(f"{key}={value}" for key, value in r.overrides.items())
         lines.append([r.name, *numbers, greedy, r.state, overrides])
-    links = {r.name: _link(workdirs[r.name], directory) for r in results}
+    links = {}
+    for name, workdir in workdirs.items():
+        target = report if (report := workdir / "report.html").exists() else workdir
+        links[name] = os.path.relpath(target, directory) if target.exists() else ""
     return table(head, lines, words=(0, 6, 7), links=links, stacked=True)
-
-
-def _link(workdir: pathlib.Path, directory: pathlib.Path) -> str:
-    """The path of a point's report, relative to the page; of its directory where it has none."""
-    report = workdir / "report.html"
-    target = report if report.exists() else workdir
-    return os.path.relpath(target, directory) if target.exists() else ""
 
 
 def _figures(results: Sequence[Result]) -> list[plots.Figure]:

@@ -85,7 +85,9 @@ def main(argv: list[str]) -> int:
     if words["preset"]:
         _fill(words, flags, _preset_of(words, settings))
     words["warm_steps"] = words["warm_steps"] or str(_number("num_steps", words, int) // 10)
-    _check_push(words, flags)
+    pushes = flags["push_secs"].present or words["push_secs"] != flags["push_secs"].default
+    if words["rates"] and not pushes:  # Its default, no time at all, would pass for measured.
+        raise UsageError(f"--push_secs must be given: {words['rates']} has none")
     if words["devices"] != "0":
         words["num_servers"] = "1"  # It is what is asked for.
     words["tool_secs"], words["tool_sigma"] = _tools_of(words["tool_secs"])
@@ -192,13 +194,6 @@ def _fill(
         is_open = replace or not words[name] or words[name] == flags[name].default
         if is_open and not flags[name].present:
             words[name] = str(value)
-
-
-def _check_push(words: dict[str, str], flags: Any) -> None:
-    """Refuses measured rates without a push: its default, no time at all, would pass for measured."""
-    given = flags["push_secs"].present or words["push_secs"] != flags["push_secs"].default
-    if words["rates"] and not given:
-        raise UsageError(f"--push_secs must be given: {words['rates']} has none")
 
 
 def _tools_of(spec: str) -> list[str]:
