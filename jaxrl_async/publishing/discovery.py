@@ -9,6 +9,7 @@ states.
 """
 
 import asyncio
+import dataclasses
 import logging
 import math
 import pathlib
@@ -28,23 +29,21 @@ class DiscoveryError(ValueError):
     """A list that cannot be used; names the place and the value."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Discovery:
-    """The servers that a place lists. Use within one event loop."""
+    """The servers that a place lists. Use within one event loop.
 
-    def __init__(self, place: str, *, scheme: str = "http", insecure: bool = True):
-        """Reads nothing yet.
+    Raises:
+      SettingsError: the place has another form.
+    """
 
-        Args:
-          place: "file:PATH" or "dns://name:port".
-          scheme: of the addresses that DNS gives.
-          insecure: whether servers beyond loopback may be reached without TLS.
+    place: str  # "file:PATH" or "dns://name:port"
+    _: dataclasses.KW_ONLY
+    scheme: str = "http"  # of the addresses that DNS gives
+    insecure: bool = True  # whether servers beyond loopback may be reached without TLS
 
-        Raises:
-          SettingsError: neither.
-        """
-        self.place = place
-        self._kind, self._name, self._port = discovery_of(place)
-        self._scheme, self._insecure = scheme, insecure
+    def __post_init__(self):
+        self._kind, self._name, self._port = discovery_of(self.place)
         self._servers: dict[str, float] = {}
         self._missing: set[str] = set()  # from the last reading
         self._text: str | None = None  # of the last reading of a file
@@ -60,7 +59,7 @@ class Discovery:
         """
         try:
             listed = await self._read()
-            if listed is not None and not self._insecure:
+            if listed is not None and not self.insecure:
                 check_tls(listed, self.place)
         except (OSError, UnicodeDecodeError, DiscoveryError) as error:
             if isinstance(error, DiscoveryError) and not self._is_read:
@@ -93,7 +92,7 @@ class Discovery:
         found = await asyncio.get_running_loop().getaddrinfo(
             self._name, self._port, family=socket.AF_INET, type=socket.SOCK_STREAM
         )
-        return {f"{self._scheme}://{where[0]}:{self._port}": 1.0 for *_, where in sorted(found)}
+        return {f"{self.scheme}://{where[0]}:{self._port}": 1.0 for *_, where in sorted(found)}
 
     def _warn(self, problem: str) -> None:
         if problem != self._problem:

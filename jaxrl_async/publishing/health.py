@@ -34,11 +34,6 @@ class Target:
         """The version of the weights."""
         return self.files.version
 
-    @property
-    def digest(self) -> str | None:
-        """The digest of the manifest; None of a version in memory."""
-        return self.files.digest
-
 
 @dataclasses.dataclass(eq=False)
 class Server:

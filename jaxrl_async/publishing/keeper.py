@@ -109,7 +109,7 @@ class Keeper:
     def _difference(self, info: Mapping[str, Any]) -> str | None:
         kind, target = self.server.kind, self._course.target
         assert kind is not None and target is not None
-        return kind.difference(info, target.name, target.digest)
+        return kind.difference(info, target.name, target.files.digest)
 
     def _rest_secs(self) -> float | None:
         """Seconds to the next attempt: backoff, with jitter; None where probes say when it is due."""
@@ -184,7 +184,7 @@ class Keeper:
         server.kind = kind = await client.recognise(server.address, **call)
         # Before the first push, an equal number would be another run's.
         if server.version == target.version:
-            difference = kind.difference(kind.info, target.name, target.digest)
+            difference = kind.difference(kind.info, target.name, target.files.digest)
             if difference is None:
                 return
             server.state, server.version = STALE, None

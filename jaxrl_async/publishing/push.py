@@ -40,8 +40,10 @@ class Push:
     files: Version
     name: str  # of the weights
     deadline: float  # on the monotonic clock
-    is_wanted: Callable[[], bool]
-    pausing: Pausing
+    _: dataclasses.KW_ONLY
+    # Whether the version is still the newest, asked before a load begins and between the parts of one.
+    is_wanted: Callable[[], bool] = lambda: True
+    pausing: Pausing = contextlib.nullcontext  # that the pause lies in; it may make the push wait
     is_first: bool = True  # to this server, since it started
 
     async def check(self) -> None:

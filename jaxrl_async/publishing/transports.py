@@ -4,16 +4,14 @@ The ways are the kinds' of servers (`servers.kinds`); what all pushes have in co
 states of servers.
 """
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async import names
 from jaxrl_async.config.settings import PAUSE_MODES
-from jaxrl_async.publishing.push import Pausing, Push
+from jaxrl_async.publishing.push import Push
 from jaxrl_async.servers.port import PushOptions, Servers
 from jaxrl_async.versions.version import Version
 
@@ -51,9 +49,7 @@ class Transport(PushOptions):
         files: Version,
         version: int | str,
         timeout_secs: float,
-        is_wanted: Callable[[], bool] = lambda: True,
-        pausing: Pausing = contextlib.nullcontext,
-        is_first: bool = True,
+        **more: Any,
     ) -> None:
         """Gives one server a version; returns when it holds the version, verified, and samples with it.
 
@@ -66,9 +62,7 @@ class Transport(PushOptions):
           files: the version, read once for all servers.
           version: its number, or its name in a later run epoch (`health.weight_name`).
           timeout_secs: bound on the whole call.
-          is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
-          pausing: a context that the pause lies in; it may make the push wait.
-          is_first: whether the server has got no version since it started.
+          more: the other fields of the push.
 
         Raises:
           ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
@@ -76,7 +70,7 @@ class Transport(PushOptions):
             late, or holds other weights afterwards.
         """
         deadline = time.monotonic() + timeout_secs
-        push = Push(self, address, files, str(version), deadline, is_wanted, pausing, is_first)
+        push = Push(self, address, files, str(version), deadline, **more)
         await push.check()
         kind = await client.recognise(address, timeout_secs=push.left())
         await kind.hold(push)
