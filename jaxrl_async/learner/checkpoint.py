@@ -7,12 +7,15 @@ when all of it is on disk. It has a digest of each tensor, as it was in memory, 
     checkpoints/S/digests/process_P.json    of the shards that process P wrote: their places in the tensor, and SHA-256
 """
 
+import asyncio
 import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import pathlib
+import re
 import shutil
 import threading
 import time
@@ -33,6 +36,24 @@ DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallbac
 
 log = logging.getLogger(__name__)
 Place = tuple[slice, ...]
+
+
+def _waiting(deserialize: Callable[..., Any]) -> Callable[..., Any]:
+    """Reads tensors, and where one fails waits for the others: TensorStore answers in the loop, which orbax closes."""
+
+    @functools.wraps(deserialize)
+    async def wait(*args: Any, **kwargs: Any) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await deserialize(*args, **kwargs)
+        finally:
+            await asyncio.gather(*asyncio.all_tasks() - before, return_exceptions=True)
+
+    return wait
+
+
+_arrays = ocp.type_handlers.get_type_handler(jax.Array)
+_arrays.deserialize = _waiting(_arrays.deserialize)
 
 
 class CheckpointError(ValueError):
@@ -235,7 +256,7 @@ class Checkpoints:
             if error is None and np.any(failed):
                 result, error = None, ValueError("as another process of the learner found")
         if error is not None:
-            cause = str(error) or type(error).__name__
+            cause = _first_words(error) or type(error).__name__
             where = self._directory / str(step)
             raise _DamagedError(f"checkpoint {step}, {where}, is damaged: {cause}") from error
         return result
@@ -255,7 +276,7 @@ class Checkpoints:
             found = _shapes(self._manager.item_metadata(step)["state"].tree)
             saved = {name: (shape, None) for name, shape in found.items()}
         self._check_shapes(step, {name: shape for name, (shape, _) in saved.items()}, like)
-        position = json.loads((path := directory / "position" / "metadata").read_text("utf-8"))
+        position = _read_json(path := directory / "position" / "metadata")
         for table in tables:
             if table["position"] != _json_digest(position):
                 raise ValueError(f"{path} is not as it was written, by its digest")
@@ -394,6 +415,13 @@ def digests_of(tensors: dict[str, tuple[Any, list[tuple[Place, np.ndarray]]]]) -
     }
 
 
+def _first_words(error: Exception) -> str:
+    """An error of TensorStore without its specification, of which the tensor is named; another one as it is."""
+    said, *specification = re.split(r" (?:\[tensorstore_spec|See full TensorStore)", str(error))
+    names = re.findall(r"'path': '([^/'][^']*)/'", "".join(specification))
+    return said + (f" Its tensor is {names[0]}" if names else "")
+
+
 def _read_tables(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
     """The tables of digests of all processes that wrote a checkpoint; [] where it has none.
 
@@ -408,10 +436,18 @@ def _read_tables(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
 
 def _read_table(directory: pathlib.Path, process: int, step: int) -> dict[str, Any]:
     path = directory / f"process_{process}.json"
-    table = sealed.unsealed(json.loads(path.read_text("utf-8")))
+    table = _read_json(path)
     if (found := (table.get("step"), table.get("process"))) != (step, process):
         raise ValueError(f"{path} is of step and process {found}, expected {(step, process)}")
     return table
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Raises ValueError, with the file's name, where it is no JSON object or has the seal of another one."""
+    try:
+        return sealed.unsealed(json.loads(path.read_text("utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _difference(directory: pathlib.Path, state: Any, tables: list[dict[str, Any]]) -> str:
