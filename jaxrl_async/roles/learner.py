@@ -8,7 +8,6 @@ import logging
 import os
 import pathlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -257,7 +256,10 @@ class _Process:
                 **self._part,
             )
             timers = Timers()
-            report = functools.partial(_report_status, queue, self.process, timers, publisher)
+            ended = threading.Event()
+            stack.callback(ended.set)
+            of = (queue, self.process, timers, publisher, ended)
+            report = functools.partial(_report_status, *of)
             threading.Thread(target=report, name="status", daemon=True).start()
             version_bytes = _version_bytes(start.state, settings.weights.dtype, store)
             return self._loop(
@@ -512,18 +514,18 @@ def push_deadline_of(settings: Settings) -> float:
     return settings.server.start_timeout_secs + settings.weights.push_timeout_secs + evaluation
 
 
-def _report_status(queue, process: int, timers, publisher) -> None:
-    """Reports the learner's stage to the queue, every REPORT_SECS."""
+def _report_status(queue, process: int, timers, publisher, ended: threading.Event) -> None:
+    """Reports the learner's stage to the queue, every REPORT_SECS until the learner has ended."""
     places = {
         "wait_data": "the queue",
         "update": "its device",
         "accumulate": "its device",
         "checkpoint": "the disk of its checkpoints",
     }
-    while True:
+    while not ended.is_set():
         name, secs = timers.current() or ("start", 0.0)
         pushing = name in ("wait_push", "publish")  # A push waits for the one before it.
         place = publisher.waits_for() if pushing else places.get(name, "itself")
-        with contextlib.suppress(ValueError):  # The channel is closed at the end.
+        with contextlib.suppress(ValueError, RuntimeError):  # The queue's end comes meanwhile.
             queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
-        time.sleep(REPORT_SECS)
+        ended.wait(REPORT_SECS)
