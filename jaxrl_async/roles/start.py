@@ -97,6 +97,8 @@ def _with_shape(config: ml_collections.ConfigDict, settings: Settings) -> ml_col
 def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) -> bool:
     """Runs every role on this machine, each a supervised process, until the run is done. `begin` comes first.
 
+    A config that a resumed run began with is taken back where it fails before it trains a step.
+
     Arguments and result as of `supervisor.run`.
 
     Raises:
@@ -104,8 +106,9 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) 
       RoleDiedError, StalledError: the run failed.
       ValueError: the machine has fewer devices than the roles need.
     """
-    machine.prepare(settings, workdir, resume=resume)
-    return supervisor.run(settings, workdir=workdir, resume=resume, **how)
+    with workdirs.refusable(workdir):
+        machine.prepare(settings, workdir, resume=resume)
+        return supervisor.run(settings, workdir=workdir, resume=resume, **how)
 
 
 def run_role(

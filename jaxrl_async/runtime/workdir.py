@@ -48,6 +48,7 @@ SHAPE = tuple(
 )
 # Keys within FIXED that a resumed run may change all the same.
 FREE = ("model.remat", "task.changed")
+BEFORE = ".config.before.json"  # of a resumed run, while a start with another config may be refused
 MISSING = object()  # the value of a key that a config does not have
 
 
@@ -209,7 +210,8 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     """Writes config.json, from which every role starts; makes the directory.
 
     A task that was registered by name is written as "module:attribute", which other processes can import. A
-    different config.json with which the run reached its last checkpoint is kept as config.until-step-N.json.
+    different config.json with which the run reached its last checkpoint is kept as config.until-step-N.json; see also
+    `refusable`.
 
     Raises:
       StartError: the directory cannot be written, or the config.json that is there cannot be read.
@@ -218,7 +220,9 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     steps = checkpoint_steps(workdir)
     with written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / BEFORE).unlink(missing_ok=True)
         if steps and differences(workdir, config):
+            shutil.copy(path, workdir / BEFORE)
             kept = workdir / f"config.until-step-{steps[-1]}.json"
             if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
                 shutil.copy(path, kept)
@@ -227,6 +231,21 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
             json.dumps(sealed.sealed(json.loads(text)), indent=2), encoding="utf-8"
         )
         temporary.rename(path)
+
+
+@contextlib.contextmanager
+def refusable(workdir: pathlib.Path) -> Iterator[None]:
+    """After `write_config`: where a start fails before it trains a step, the config.json from before comes back."""
+    before, rows = workdir / BEFORE, workdir / "metrics.jsonl"
+    size = rows.stat().st_size if rows.exists() else 0
+    try:
+        yield
+    except Exception:
+        if before.exists() and size == (rows.stat().st_size if rows.exists() else 0):
+            before.replace(workdir / "config.json")
+        raise
+    finally:
+        before.unlink(missing_ok=True)
 
 
 def resume_command(workdir: pathlib.Path) -> str:

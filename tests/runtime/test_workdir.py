@@ -8,8 +8,10 @@ import shutil
 import pytest
 
 from jaxrl_async.cli import main, train
-from jaxrl_async.cli.config import load_config
+from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config import build
+from jaxrl_async.roles import start
+from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime import workdir as workdirs
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
@@ -191,6 +193,29 @@ def test_a_config_that_is_no_json_is_named(workdir, started, capsys):
     assert resume(workdir, f"--config={QUICKSTART}:smoke") == 2
     said = capsys.readouterr().err
     assert f"{workdir}/config.json is damaged" in said and "delete it and resume with" in said
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_start_that_fails_before_a_step_leaves_the_config_that_was_there(
+    workdir, monkeypatch, trains
+):
+    def fail(*_, **__):
+        if trains:
+            (workdir / "metrics.jsonl").write_text('{"step": 3}\n')
+        raise supervisor.RoleDiedError("checkpoint 2 is damaged")
+
+    monkeypatch.setattr(start.machine, "prepare", lambda *_, **__: None)
+    monkeypatch.setattr(start.supervisor, "run", fail)
+    before = (workdir / "config.json").read_text()
+    config = load_config(str(workdir / "config.json"))
+    config.learner.num_steps = 9
+    settings = settings_of(config)
+    assert start.begin(config, settings, workdir, resume=True)
+    assert (workdir / "config.json").read_text() != before
+    with pytest.raises(supervisor.RoleDiedError):
+        start.run(settings, workdir=workdir, resume=True)
+    assert ((workdir / "config.json").read_text() == before) is not trains
+    assert not (workdir / workdirs.BEFORE).exists()
 
 
 def test_a_config_with_an_altered_value_is_refused_until_its_seal_is_taken_off(
