@@ -54,7 +54,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     remedy = sealed.CONFIG_REMEDY
     config = sealed.read(workdir / "config.json", remedy=remedy, keys=("task", "mode"))
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
-    prompts = coverage.read(workdir)
+    prompts = coverage.read(workdir, said.append)
     left_out = prompts.warnings() if prompts else []
     left_out += _failed_answers(points)
     shares_machine = not (server.get("addresses") or server.get("discover"))

@@ -7,10 +7,12 @@ socket, imports no JAX.
 import collections
 import dataclasses
 import json
+import logging
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl_async import sealed
 from jaxrl_async.records import (
     EXHAUSTED,
     READS,
@@ -25,6 +27,8 @@ ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
 MAX_GROUPS = 3  # groups in the chain
 MAX_SERVERS = 16  # servers in it
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +58,21 @@ def end_of(workdir: str | pathlib.Path) -> str | None:
 
 
 def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
-    """The value under the keys in a JSON file of the workdir; None where the file or a key is missing."""
+    """The value under the keys in a JSON file of the workdir; None where it is missing or, which is said, damaged."""
+    path = pathlib.Path(workdir) / name
+    remedy = (
+        sealed.CONFIG_REMEDY
+        if name == CONFIG_FILE
+        else "delete it; a run that goes on is found by --queue"
+    )
     try:
-        found = json.loads((pathlib.Path(workdir) / name).read_text(encoding="utf-8"))
+        found = sealed.read(path, remedy=remedy) if path.exists() else {}
         for key in keys:
             found = found[key]
-    except (OSError, ValueError, KeyError):
+    except sealed.DamagedError as error:
+        log.warning("%s", error)
+        return None
+    except (KeyError, TypeError):
         return None
     return found
 
@@ -76,7 +89,7 @@ def write_end(workdir: pathlib.Path, how: str) -> None:
 
 def _write(workdir: pathlib.Path, value: Mapping[str, Any]) -> None:
     temporary = workdir / f".{ROLES_FILE}"
-    temporary.write_text(json.dumps(value, indent=2), encoding="utf-8")
+    temporary.write_text(json.dumps(sealed.sealed(value), indent=2), encoding="utf-8")
     temporary.rename(workdir / ROLES_FILE)
 
 

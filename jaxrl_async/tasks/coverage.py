@@ -6,15 +6,18 @@ Counted before a run starts and kept in its workdir, for the banner and the repo
 import dataclasses
 import itertools
 import json
+import logging
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
+from jaxrl_async import sealed
 from jaxrl_async.tasks.digest import Splits
 from jaxrl_async.tasks.task import Example, messages_of
 from jaxrl_async.tasks.tokenizer import Asked
 
 FILE = "prompts.json"  # in the workdir
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,20 +79,26 @@ class Coverage:
 
     def write(self, workdir: pathlib.Path) -> None:
         """Writes FILE."""
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        text = json.dumps(sealed.sealed(dataclasses.asdict(self)), indent=2) + "\n"
         (workdir / FILE).write_text(text, encoding="utf-8")
 
 
-def read(workdir: pathlib.Path) -> Coverage | None:
-    """The content of FILE; None in a workdir without it, or with one of another form."""
+def read(workdir: pathlib.Path, say: Callable[[str], None] = log.warning) -> Coverage | None:
+    """The content of FILE; None in a workdir without it, or where it is damaged, of which `say` gets a sentence."""
+    path, remedy = workdir / FILE, "delete it: the next start of the run counts its prompts again"
+    if not path.exists():
+        return None
     try:
-        found: dict[str, Any] = json.loads((workdir / FILE).read_text(encoding="utf-8"))
+        found = sealed.read(path, remedy=remedy, keys=("splits", "overlaps"))
         return Coverage(
             tuple(Split(**split) for split in found["splits"]),
             tuple(Overlap(**overlap) for overlap in found["overlaps"]),
         )
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    except sealed.DamagedError as error:
+        say(str(error))
+    except TypeError as error:  # a file without a seal
+        say(f"{path} is damaged: {error}; {remedy}")
+    return None
 
 
 def coverage(

@@ -11,6 +11,7 @@ import os
 import pathlib
 from collections.abc import Mapping, Sequence
 
+from jaxrl_async import sealed
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
 FILE = "task_digest.json"  # of a workdir; those of evaluate.sets have their names before the suffix
@@ -58,17 +59,14 @@ def read(workdir: pathlib.Path, name: str = "") -> Digest | None:
     """The digest of the run in a workdir, or of a set; None where it has none, as those of earlier versions.
 
     Raises:
-      ValueError: the file is damaged.
+      DamagedError: the file is not as it was written.
     """
     path = file_of(workdir, name)
     if not path.exists():
         return None
-    try:
-        return Digest(**json.loads(path.read_text("utf-8")))
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete it to take the task as it is now"
-        ) from None
+    remedy, keys = "delete it to take the task as it is now", ("digest", "marks", "files")
+    found = sealed.read(path, remedy=remedy, keys=keys)
+    return Digest(**{key: found[key] for key in (*keys, "texts") if key in found})
 
 
 def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: bool = False) -> None:
@@ -76,7 +74,7 @@ def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: boo
     workdir.mkdir(parents=True, exist_ok=True)
     path = file_of(workdir, name)
     partial = path.with_name(f".{path.name}-{os.getpid()}")
-    partial.write_text(json.dumps(vars(digest)))
+    partial.write_text(json.dumps(sealed.sealed(vars(digest))))
     try:
         os.link(partial, path)  # Of processes that begin together, one succeeds.
     except OSError as error:

@@ -201,6 +201,14 @@ def test_processes_are_seen_as_they_are(tmp_path):
     assert statuses.processes_of(tmp_path / "nowhere") == ()
 
 
+def test_a_table_of_processes_that_was_altered_is_said_and_not_taken(tmp_path, caplog):
+    statuses.write_roles(tmp_path, "127.0.0.1:7", {"queue": 1})
+    path = tmp_path / "roles.json"
+    path.write_text(path.read_text().replace("127.0.0.1:7", "127.0.0.1:9"))
+    assert statuses.address_of(tmp_path) is None and statuses.processes_of(tmp_path) == ()
+    assert f"{path} is damaged: its checksum is" in caplog.text and "delete it" in caplog.text
+
+
 def test_the_queue_of_roles_that_were_started_by_hand_is_in_the_config(tmp_path, capsys):
     loaded = config.load_config(f"{QUICKSTART}:smoke")
     write_config(tmp_path, loaded)

@@ -147,10 +147,19 @@ def test_more_stop_tokens_than_a_request_may_have_are_refused_before_the_start(t
     assert re.search(f"prompts are not counted: {said}", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"splits": [{}], "overlaps": []})])
-def test_a_file_of_another_kind_is_none(text, tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        json.dumps({"splits": [{}], "overlaps": []}),
+        '{"splits": [], "overlaps": [], "crc": 1}',
+    ],
+)
+def test_a_file_that_is_damaged_is_said_and_left_out(text, tmp_path, caplog):
     (tmp_path / coverage.FILE).write_text(text)
     assert coverage.read(tmp_path) is None and coverage.read(tmp_path / "nowhere") is None
+    assert f"{tmp_path / coverage.FILE} is damaged: " in caplog.text and "delete it" in caplog.text
 
 
 @pytest.mark.parametrize(

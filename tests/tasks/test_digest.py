@@ -17,6 +17,7 @@ from jaxrl_async.config.fields import StartError
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.preflight import machine
 from jaxrl_async.roles import rollout
+from jaxrl_async.sealed import DamagedError
 from jaxrl_async.tasks import Example, digest
 
 TRAIN = [Example(f"{i}+1=", str(i + 1), {"level": i}) for i in range(10)]
@@ -109,9 +110,15 @@ def test_a_run_keeps_the_first_digest(tmp_path):
         digest.write(workdir, digest.digest_of(splits))
     assert digest.read(workdir) == digest.digest_of(SPLITS)
     assert [path.name for path in workdir.iterdir()] == [digest.FILE]
-    (workdir / digest.FILE).write_text("{")
-    with pytest.raises(ValueError, match=f"{digest.FILE} is damaged"):
-        digest.read(workdir)
+    text = (workdir / digest.FILE).read_text()
+    mark = digest.read(workdir).marks["train"][0]
+    for damaged in ("{", "{}", text.replace(mark, mark[::-1])):
+        (workdir / digest.FILE).write_text(damaged)
+        with pytest.raises(DamagedError, match=f"{digest.FILE} is damaged: .*; delete it"):
+            digest.read(workdir)
+    unsealed = {name: value for name, value in json.loads(text).items() if name != "crc"}
+    (workdir / digest.FILE).write_text(json.dumps(unsealed))  # as of an earlier version
+    assert digest.read(workdir) == digest.digest_of(SPLITS)
 
 
 def test_the_order_of_a_set_is_refused_in_the_next_process(data, tmp_path):
