@@ -1,37 +1,51 @@
 """Damages to the files of a finished workdir, and what resume, evaluate, replay and report make of them.
 
-    python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--megabytes=512] [--out=DIR] [--smoke]
+    python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--steps=1] [--workers=1] [--minutes=0]
+        [--megabytes=512] [--out=DIR] [--smoke]
 
-**damages.** Each is made in a copy of the workdir: of a file drawn at random a bit is flipped, or it is truncated,
-deleted, or swapped with another file. Then, in this process, the reading part of the four verbs runs: all that they
-read before they train or sample, with the product's own functions. Their findings (settings, token ids, digests of the
-restored states, groups of the journal, the page) are compared with those of the whole workdir. An outcome is
+**damages.** Of a file drawn at random a bit is flipped, or it is truncated, deleted, or swapped with another one. Then
+the four verbs run, each in a copy of the damaged workdir, by the function that the command calls, in processes that
+stay warm. `resume` trains --steps steps more, with all roles in its process. With --steps=0 nothing is trained or
+sampled: the verbs end when they have read all they need, and a checkpoint of the same bytes is read once. Their
+findings are compared with those in the whole workdir, bit for bit: the states and positions that were restored, the
+prompts and the completions, the scores, the groups of the journal, the states after the steps, the config, the page.
+An outcome is
 
     same       as if nothing were damaged
     said       other findings, with a warning (in the log, or on the page) that names a file
-    refused    an error that names a file of the workdir and a remedy
+    refused    an error that names a file of the workdir and a remedy, and leaves config.json as it was
     wrong      other findings, and not a word
-    unnamed    another error, or one without file or remedy
+    unnamed    another error, or one without file or remedy, or the end of the process
+    hung       no end within 120 s
 
 After a refusal of `resume` the remedy of its words is followed: stuck where the third one does not help either.
+The damage with a number is the same whatever the number of workers. --minutes ends the benchmark early, after the
+damages that are done by then.
 
-**digests.** Seconds from a checkpoint's save until it is on disk with digests and without, in turns, and the seconds of
-the digests alone and of the call that the learner waits for; of a state of --megabytes.
+**digests.** Seconds and CPU seconds from a checkpoint's save until it is on disk, with digests and without, in turns,
+of the digests alone, and of the call that the learner waits for; of a state of --megabytes.
 
 The workdir is that of `configs/quickstart.py:smoke` with four checkpoints, trained here, evaluated and reported, unless
 --workdir names one. Results are printed and written to benchmarks/results/damage.json; --smoke is quick.
 """
 
 import argparse
+import asyncio
 import collections
 import contextlib
+import dataclasses
+import functools
 import hashlib
+import io
 import json
 import logging
+import os
 import pathlib
 import random
 import re
 import shutil
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,16 +61,21 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from origin import ROOT, origin
 
-from jaxrl_async import parts, sealed
-from jaxrl_async.cli.config import load_config, settings_of
-from jaxrl_async.evaluation.evaluator import best_version, say_lost_best
+from jaxrl_async import parts
+from jaxrl_async.cli import main as command
+from jaxrl_async.cli import train as train_verb
+from jaxrl_async.inference import programs
 from jaxrl_async.learner import checkpoint as checkpoint_lib
+from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.train_step import mesh_of
-from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
-from jaxrl_async.report import plots, write_report
-from jaxrl_async.roles import start
+from jaxrl_async.learner.versions import MemoryVersions, Versions
+from jaxrl_async.report import plots
+from jaxrl_async.roles import learner as learner_role
+from jaxrl_async.roles import one
+from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.tools import evaluate as evaluation
 from jaxrl_async.tools import replay as replays
 from jaxrl_async.versions.store import WeightStore
 
@@ -66,14 +85,25 @@ WORDS = (
     "--config.checkpoint.keep=3",
     "--config.learner.num_steps=4",
     "--config.evaluate.every_steps=2",
-    "--config.evaluate.num_validation=16",
+    "--config.evaluate.num_validation=8",
     "--config.evaluate.num_prompts=8",
+    "--config.task.args.num_digits=1",  # Of 100 questions: each verb reads them all.
+    "--config.task.args.num_test=16",
+    "--config.warm_start.num_steps=200",  # Else no answer is right, whatever the weights.
 )
 KINDS = ("flip", "truncate", "delete", "swap")
+VERBS = ("evaluate", "replay", "report", "resume")
+BAD = ("wrong", "unnamed", "hung")
 REMEDY = re.compile(
     r"--fallback|delete|deleted|move|restore|Restore|copy|--config|is intact|another --workdir|--until|resume the run"
 )
 MAX_REMEDIES = 3
+VERB_SECS = 120.0
+WORKER_DAMAGES = 100  # Then a new process goes on: what has ended stays in memory.
+COMPILED = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -81,28 +111,46 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--damages", type=int, default=1000)
     parser.add_argument("--workdir", type=pathlib.Path, help="of a finished run; it is not changed")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=1, help="that a resumed run trains")
+    parser.add_argument("--workers", type=int, default=1, help="processes")
+    parser.add_argument("--minutes", type=float, default=0.0, help="bound; 0 for none")
     parser.add_argument("--megabytes", type=float, default=512.0, help="of the state with digests")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--smoke", action="store_true", help="6 damages, 4 MB")
+    parser.add_argument("--smoke", action="store_true", help="6 damages, no steps, 4 MB")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # lines, first, step
     args = parser.parse_args(argv)
+    if args.worker:
+        lines, first, step = args.worker
+        numbers = range(int(first), args.damages, int(step))[:WORKER_DAMAGES]
+        with tempfile.TemporaryDirectory() as directory:
+            damages(args.workdir, pathlib.Path(directory), numbers, args, pathlib.Path(lines))
+        return
     if args.smoke:
-        args.damages, args.megabytes = 6, 4.0
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        unittest.mock.patch.object(plots, "figure", calls_of),
-        # Each warning is counted, and none printed.
-        unittest.mock.patch.object(logging.getLogger("jaxrl_async"), "propagate", False),
-    ):
+        args.damages, args.megabytes, args.steps = 6, 4.0, 0
+    with tempfile.TemporaryDirectory() as directory:
         place = pathlib.Path(directory)
-        whole = args.workdir or train(place / "trained")
-        result = origin() | {"seed": args.seed} | damages(whole, place, args.damages, args.seed)
+        args.workdir = args.workdir or trained(place / "trained")
+        began = time.monotonic()
+        if args.smoke:
+            damages(args.workdir, place, range(args.damages), args, place / "0.jsonl")
+        else:
+            spread(args, place)
+        rows = [
+            json.loads(line)
+            for path in place.glob("*.jsonl")
+            for line in path.read_text("utf-8").splitlines()
+        ]
+        of = {"seed": args.seed, "steps": args.steps, "workers": args.workers}
+        of |= {"wanted": args.damages, "files": len(files_of(args.workdir))}
+        of |= {"secs": round(time.monotonic() - began, 1)}
+        result = origin() | of | summary(rows)
         result["digests"] = digests(place / "checkpoints", args.megabytes)
     print(json.dumps(result, indent=2))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "damage.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
 
 
-def train(workdir: pathlib.Path) -> pathlib.Path:
+def trained(workdir: pathlib.Path) -> pathlib.Path:
     """A finished run, evaluated and reported."""
     verb = [sys.executable, "-m", "jaxrl_async"]
     for words in (
@@ -110,276 +158,475 @@ def train(workdir: pathlib.Path) -> pathlib.Path:
         ["evaluate"],
         ["report"],
     ):
-        command = [*verb, *words, f"--workdir={workdir}"]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=600)
+        argv = [*verb, *words, f"--workdir={workdir}"]
+        subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, timeout=900)
     return workdir
 
 
-def damages(whole: pathlib.Path, place: pathlib.Path, number: int, seed: int) -> dict[str, Any]:
+def files_of(whole: pathlib.Path) -> list[str]:
+    return sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
+
+
+def spread(args: argparse.Namespace, place: pathlib.Path) -> None:
+    """Runs the damages in processes, each of which appends its outcomes to a file; one that ends goes on after them."""
+    words = [f"--{name}={getattr(args, name)}" for name in ("damages", "workdir", "seed", "steps")]
+    deadline = time.monotonic() + (args.minutes * 60 or float("inf"))
+    environment = {**COMPILED, "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")} | os.environ
+    next_of = dict.fromkeys(range(args.workers), 0)
+    running: dict[int, subprocess.Popen] = {}
+
+    def go_on(worker: int) -> None:
+        lines, step = place / f"{worker}.jsonl", args.workers
+        done = len(lines.read_text("utf-8").splitlines()) if lines.exists() else 0
+        if running.get(worker) and running[worker].returncode:  # It died of the damage after these.
+            row = {"number": worker + done * step, "damage": "?", "outcomes": {"?": "unnamed"}}
+            row["bad"] = [f"the process ended with {running[worker].returncode}"]
+            with open(lines, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+            done += 1
+        next_of[worker] = worker + done * step
+        if next_of[worker] < args.damages:
+            argv = [sys.executable, __file__, *words, "--worker", str(lines), str(next_of[worker])]
+            log = open(place / f"{worker}.log", "ab")
+            running[worker] = subprocess.Popen(
+                [*argv, str(step)], cwd=ROOT, stdout=log, stderr=log, env=environment
+            )
+
+    for worker in next_of:
+        go_on(worker)
+    while any(number < args.damages for number in next_of.values()):
+        if time.monotonic() > deadline:
+            for process in running.values():
+                process.terminate()
+                process.wait()
+            return
+        for worker, process in running.items():
+            if process.poll() is not None and next_of[worker] < args.damages:
+                go_on(worker)
+        time.sleep(0.2)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts of the outcomes, by verb and by kind of damage, and every outcome that is none of the first three."""
-    rng, began = random.Random(seed), time.monotonic()
-    # All copies have one path: findings have it in their words.
-    workdir = place / "run"
-    readers = Readers()
-    with copied(whole, workdir):
-        sound = {verb: read(workdir).findings for verb, read in readers.verbs.items()}
-    with copied(whole, workdir):
-        (workdir / "evaluation.json").unlink(missing_ok=True)
-        unscored = readers.report(workdir)  # Nothing says that there was one.
-    files = sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
-    counts = {verb: collections.Counter() for verb in sound}
+    by_verb = {verb: collections.Counter() for verb in VERBS}
     by_kind = {kind: collections.Counter() for kind in KINDS}
-    bad, stuck = [], []
-    for _ in range(number):
-        kind, name = rng.choice(KINDS), rng.choice(files)
-        with copied(whole, workdir):
-            told = damage(workdir, kind, name, files, rng)
-            hit = told.split(" ")[1:]
-            for verb, read in readers.verbs.items():
-                expected = [sound[verb]]
-                if verb == "report" and told == "delete evaluation.json":
-                    expected.append(unscored)
-                outcome, words = judge(read, workdir, expected, hit)
-                counts[verb][outcome] += 1
-                by_kind[kind][outcome] += 1
-                if outcome in ("wrong", "unnamed"):
-                    bad.append({"damage": told, "verb": verb, "outcome": outcome, "words": words})
-                if verb == "resume" and outcome in ("refused", "unnamed"):
-                    stuck += [told] if not follow(readers, workdir, words) else []
+    for row in rows:
+        for verb, outcome in row["outcomes"].items():
+            by_verb.setdefault(verb, collections.Counter())[outcome] += 1
+            kind = row["damage"].split(" ")[0]
+            by_kind.setdefault(kind, collections.Counter())[outcome] += 1
+    total = sum(by_verb.values(), collections.Counter())
     return {
-        "damages": number,
-        "files": len(files),
-        "secs": round(time.monotonic() - began, 1),
-        "outcomes": {verb: dict(found) for verb, found in counts.items()},
+        "damages": len(rows),
+        "outcomes": {verb: dict(found) for verb, found in by_verb.items()},
         "by_kind": {kind: dict(found) for kind, found in by_kind.items()},
-        "silently_wrong": sum(found["wrong"] for found in counts.values()),
-        "refusals_without_file_or_remedy": sum(found["unnamed"] for found in counts.values()),
-        "stuck": len(stuck),
-        "bad": bad,
-        "stuck_after": stuck,
+        "silently_wrong": total["wrong"],
+        "hung": total["hung"],
+        "refusals_without_file_or_remedy": total["unnamed"],
+        "stuck": sum(row.get("stuck", False) for row in rows),
+        "damage_secs": {
+            name: round(float(np.quantile([row["secs"] for row in rows if "secs" in row], q)), 2)
+            for name, q in (("median", 0.5), ("largest", 1.0))
+        },
+        "bad": [row for row in rows if row["bad"]],
     }
 
 
-@contextlib.contextmanager
-def copied(whole: pathlib.Path, workdir: pathlib.Path) -> Iterator[None]:
-    shutil.copytree(whole, workdir)
-    try:
-        yield
-    finally:
-        shutil.rmtree(workdir)
+def damages(
+    whole: pathlib.Path,
+    place: pathlib.Path,
+    numbers: range,
+    args: argparse.Namespace,
+    lines: pathlib.Path,
+) -> None:
+    """Appends the outcomes of damages to a file, a line each."""
+    verbs, files, known = Verbs(whole, place, args.steps), files_of(whole), {}
+    with verbs.patched(), open(lines, "a", encoding="utf-8") as file:
+        sound = {verb: verbs.run(verb) for verb in VERBS}
+        sound |= {verb: verbs.run(verb) for verb in VERBS}  # The first runs compile.
+        with verbs.damaged("evaluation.json", None):
+            unscored = verbs.run("report")  # Nothing says that there was one.
+        for ended in (*sound.values(), unscored):
+            assert ended.code in (0, train_verb.PREEMPTED), f"{ended.words}\n{ended.error}"
+        for number in numbers:
+            began = time.monotonic()
+            told, content = drawn(whole, files, random.Random(f"{args.seed} {number}"))
+            key = (told, *map(str, content.values()))
+            if key not in known:
+                known[key] = one_damage(verbs, told, content, sound, unscored)
+            row = {"number": number, "damage": told} | known[key]
+            file.write(json.dumps(row | {"secs": time.monotonic() - began}) + "\n")
+            file.flush()
 
 
-def damage(workdir: pathlib.Path, kind: str, name: str, files: list[str], rng) -> str:
-    """Damages a file; the kind and the files, in words."""
-    path = workdir / name
-    content = path.read_bytes()
+def one_damage(verbs: "Verbs", told: str, content: dict, sound: dict, unscored: "Ended") -> dict:
+    row: dict[str, Any] = {"outcomes": {}, "bad": []}
+    with contextlib.ExitStack() as stack:
+        for name, changed in content.items():
+            stack.enter_context(verbs.damaged(name, changed))
+        for verb in VERBS:
+            expected = [sound[verb]]
+            if verb == "report" and told == "delete evaluation.json":
+                expected.append(unscored)
+            ended = verbs.run(verb)
+            outcome = judge(ended, expected, list(content), verbs.workdir)
+            row["outcomes"][verb] = outcome
+            if outcome in BAD:
+                row["bad"].append({"verb": verb, "outcome": outcome, "words": ended.words[-800:]})
+            if verb == "resume" and outcome in ("refused", *BAD[1:]):
+                row["stuck"] = not verbs.follow(ended.words)
+                if row["stuck"]:
+                    row["bad"].append({"verb": verb, "outcome": "stuck", "words": ended.words})
+    return row
+
+
+def drawn(whole: pathlib.Path, files: list[str], rng: random.Random) -> tuple[str, dict]:
+    """A damage in words, and file → its content, None for none."""
+    kind, name = rng.choice(KINDS), rng.choice(files)
+    content = (whole / name).read_bytes()
     if kind == "delete":
-        path.unlink()
-    elif kind == "truncate":
-        path.write_bytes(content[: rng.randrange(max(1, len(content)))])
-    elif kind == "flip" and content:
-        at = rng.randrange(len(content))
-        flipped = bytes([content[at] ^ (1 << rng.randrange(8))])
-        path.write_bytes(content[:at] + flipped + content[at + 1 :])
-    elif kind == "swap":
-        other = rng.choice(files)
-        path.write_bytes((workdir / other).read_bytes())
-        (workdir / other).write_bytes(content)
-        return f"swap {name} {other}"
-    return f"{kind} {name}"
+        return f"delete {name}", {name: None}
+    if kind == "truncate":
+        return f"truncate {name}", {name: content[: rng.randrange(max(1, len(content)))]}
+    if kind == "flip":
+        changed = bytearray(content)
+        if content:
+            changed[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        return f"flip {name}", {name: bytes(changed)}
+    other = rng.choice(files)
+    return f"swap {name} {other}", {name: (whole / other).read_bytes(), other: content}
 
 
-def judge(read: Callable, workdir: pathlib.Path, sound: list[Any], hit: list[str]) -> tuple:
-    """(outcome, its words) of a verb on a damaged workdir."""
-    try:
-        found = read(workdir)
-    except Exception as error:
-        words = str(error)
-        known = isinstance(error, sealed.DamagedError | ValueError | JournalError)
-        foreign = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
-        if known and not foreign and str(workdir) in words and REMEDY.search(words):
-            return "refused", words
-        return "unnamed", "".join(traceback.format_exception(error)[-3:])[-600:]
-    if found.findings in sound:
-        return "same", ""
-    said = [sentence for sentence in found.said if any(_is_named(n, sentence) for n in hit)]
-    return ("said" if said else "wrong"), "; ".join(found.said)[-600:]
+@dataclasses.dataclass
+class Ended:
+    """The end of a verb."""
+
+    code: int | None  # None where it hung
+    findings: Any
+    words: str  # logged, printed, and among the page's warnings
+    error: str  # its last words, of a refusal; a traceback of another error
+    changes_config: bool
 
 
-def _is_named(name: str, sentence: str) -> bool:
-    """Whether a sentence names a file, its directory's number, or (of the journal) what it is."""
+def judge(ended: Ended, sound: list[Ended], hit: list[str], workdir: pathlib.Path) -> str:
+    """The outcome of a verb on a damaged workdir."""
+    if ended.code is None:
+        return "hung"
+    if ended.code != sound[0].code:
+        named = str(workdir) in ended.error and REMEDY.search(ended.error)
+        foreign = "Traceback" in ended.error or ended.changes_config
+        return "refused" if named and not foreign else "unnamed"
+    if ended.findings in [one.findings for one in sound]:
+        return "same"
+    return "said" if any(_is_named(name, ended.words) for name in hit) else "wrong"
+
+
+def _is_named(name: str, words: str) -> bool:
+    """Whether warnings name a file, its directory's number, or (of the journal) what it is."""
     parts_of = pathlib.PurePath(name).parts
     names = {parts_of[-1], "/".join(parts_of[:2])} | ({"journal"} if "journal" in name else set())
-    return any(part in sentence for part in names)
+    return any(part in words for part in names)
 
 
-def follow(readers: "Readers", workdir: pathlib.Path, words: str) -> bool:
-    """Whether the remedies in the words of refusals lead to a resume."""
-    fallback, config = False, None
-    for _ in range(MAX_REMEDIES):
-        if "--fallback" in words:
-            fallback = True
-        elif "resume with a --config" in words or "with a --config writes it" in words:
-            (workdir / "config.json").unlink(missing_ok=True)
-            config = CONFIG
-        elif "journal" in words:
-            for path in workdir.glob("journal.sqlite*"):
-                path.unlink()
-        elif found := re.search(rf"(?:delete|;) ({re.escape(str(workdir))}/[\w./]+)", words):
-            path = pathlib.Path(found[1])
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif found := re.search(rf"({re.escape(str(workdir))}/[\w./]+) is damaged", words):
-            pathlib.Path(found[1]).unlink(missing_ok=True)
-        try:
-            readers.resume(workdir, fallback=fallback, config=config)
-        except Exception as error:
-            words = str(error)
+class Verbs:
+    """The verbs in this process, in copies of a workdir. What they restore, ask and push is taken down."""
+
+    def __init__(self, whole: pathlib.Path, place: pathlib.Path, steps: int):
+        # All copies have one path: findings have it in their words.
+        self.workdir, self._steps, self._whole = place / "run", steps, whole
+        self._damaged = place / "damaged"
+        shutil.copytree(whole, self._damaged)
+        self._last = max(workdirs.checkpoint_steps(whole))
+        self._num_steps = json.loads((whole / "config.json").read_text())["learner"]["num_steps"]
+        self._seen: list[str] = []
+        self._programs: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def damaged(self, name: str, content: bytes | None) -> Iterator[None]:
+        """Another content of a file meanwhile, or None."""
+        path, whole = self._damaged / name, self._whole / name
+        if content is None:
+            path.unlink(missing_ok=True)
         else:
-            return True
-    return False
+            path.write_bytes(content)
+        try:
+            yield
+        finally:
+            if whole.exists():
+                shutil.copy2(whole, path)
 
-
-class Found:
-    """The findings of a verb, and what it said."""
-
-    def __init__(self, findings: Any, said: list[str]):
-        self.findings, self.said = findings, said
-
-
-class Readers:
-    """The reading parts of the verbs. A checkpoint with the same bytes is restored once."""
-
-    def __init__(self):
-        self._states: dict[str, str] = {}
-        self.verbs = {
-            "evaluate": self.evaluate,
-            "replay": self.replay,
-            "report": self.reported,
-            "resume": self.resume,  # At last: its remedies change the workdir.
-        }
-        self._templates: dict[str, Any] = {}
-
-    def resume(self, workdir: pathlib.Path, *, fallback: bool = False, config: str | None = None):
-        with listening() as said:
-            loaded = load_config(config or str(workdir / "config.json"))
-            if config:
-                for word in WORDS:
-                    key, _, value = word.removeprefix("--config.").partition("=")
-                    block, name = key.split(".")
-                    loaded[block][name] = int(value)
-            with loaded.unlocked():
-                loaded.learner.num_steps = 6
-            changed = start.check_workdir(loaded, workdir, resume=True)
-            settings = settings_of(loaded)
-            tokens = self._tokens(settings, workdir)
-            self._check_task(settings, workdir)
-            journal = Journal(
-                workdir / "journal.sqlite", batch_groups=settings.learner.groups_per_step
-            )
+    def run(self, verb: str, *argv: str, anew: bool = True) -> Ended:
+        """Runs a verb in a new copy of the damaged workdir, or in the last one."""
+        if anew:
+            shutil.rmtree(self.workdir, ignore_errors=True)
+            shutil.copytree(self._damaged, self.workdir)
+        self._seen.clear()
+        config = _digest_of(self.workdir / "config.json")
+        output, words = io.StringIO(), [verb, f"--workdir={self.workdir}", *argv]
+        if verb == "resume":
+            num_steps = f"--config.learner.num_steps={self._num_steps + max(1, self._steps)}"
+            words = ["train", "--resume", num_steps, *words[1:]]
+        error = ""
+        with quiet(output) as said:
             try:
-                recovered = journal.recover()
-            finally:
-                journal.close()
-            say_lost_best(workdir)
-            best = best_version(workdir)
-            step, state = self._restored(settings, workdir, None, fallback)
-            if recovered is None:
-                logging.getLogger("jaxrl_async").warning("no journal")  # As the learner says.
-            elif recovered.state.resume_point.step < step:
-                raise sealed.DamagedError(
-                    f"{workdir}: the journal ends before the checkpoint; move the journal away"
-                )
-            store = WeightStore(workdir / "weights", keep=2)
-            for version in store.versions():  # What is damaged there is published anew.
-                with contextlib.suppress(sealed.DamagedError):
-                    store.manifest(version)
-            trained = recovered and (
-                recovered.state.resume_point.step,
-                sorted(recovered.state.chunks.items()),
+                code = command.main(words)
+            except _HungError:
+                code = None
+            except Exception as found:
+                code, error = -1, "".join(traceback.format_exception(found))
+        printed = output.getvalue()
+        if not error:
+            error = printed.rpartition(f"\n{words[0]}: ")[2] if code else ""
+        return Ended(
+            code=code,
+            findings=None
+            if code not in (0, train_verb.PREEMPTED)
+            else self._findings(verb, printed),
+            words="\n".join([*said, printed, self._warnings() if verb == "report" else ""]),
+            error=error,
+            changes_config=code != 0 and config != _digest_of(self.workdir / "config.json"),
+        )
+
+    def _findings(self, verb: str, printed: str) -> list[Any]:
+        found: list[Any] = sorted(self._seen)
+        match verb:
+            case "evaluate":
+                found.append((self.workdir / "evaluation.json").read_text("utf-8"))
+            case "replay":
+                found += [line for line in printed.splitlines() if line.startswith("step ")]
+                found += self._tables(self.workdir / "replay")
+            case "report":
+                found.append((self.workdir / "report.html").read_text("utf-8"))
+            case "resume":
+                found += [self._tables(self.workdir), (self.workdir / "config.json").read_text()]
+        return found
+
+    def _tables(self, workdir: pathlib.Path) -> list[str]:
+        """The digests of the last checkpoint."""
+        steps = workdirs.checkpoint_steps(workdir)
+        paths = (
+            sorted((workdir / "checkpoints" / str(max(steps))).glob("digests/p*")) if steps else []
+        )
+        return [path.read_text("utf-8") for path in paths]
+
+    def _warnings(self) -> str:
+        path = self.workdir / "report.html"
+        page = path.read_text("utf-8", errors="replace") if path.exists() else ""
+        found = re.findall(r'<div class="warnings".*?</div>|<p class="soft">.*?</p>', page, re.S)
+        return "\n".join(found)
+
+    def follow(self, words: str) -> bool:
+        """Whether the remedies in the words of refusals lead to a resume."""
+        argv: list[str] = []
+        shutil.rmtree(self.workdir)
+        shutil.copytree(self._damaged, self.workdir)
+        for _ in range(MAX_REMEDIES):
+            words = words.rpartition("\ntrain: ")[2]
+            where = re.escape(str(self.workdir))
+            if "--fallback" in words:
+                argv.append("--fallback")
+            elif "with a --config" in words:
+                (self.workdir / "config.json").unlink(missing_ok=True)
+                argv.append(f"--config={self._whole / 'config.json'}")
+            elif "journal" in words:
+                for path in self.workdir.glob("journal.sqlite*"):
+                    path.unlink()
+            elif found := re.search(rf"(?:delete|;) ({where}/[\w./]+)", words):
+                path = pathlib.Path(found[1])
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            elif found := re.search(rf"({where}/[\w./]+) is damaged", words):
+                pathlib.Path(found[1]).unlink(missing_ok=True)
+            ended = self.run("resume", *dict.fromkeys(argv), anew=False)
+            if ended.code in (0, train_verb.PREEMPTED):
+                return True
+            words = ended.words
+        return False
+
+    # What is other than in a process of one's own.
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Verbs whose programs are kept, whose figures are not drawn, and whose roles are all in this process."""
+        seen, read, states = self._seen, Checkpoints._read, {}
+        generate, push = evaluation.EngineClient.generate, MemoryVersions._push
+
+        def see_read(checkpoints: Checkpoints, step: int, like: Any) -> Any:
+            directory = checkpoints._directory / str(step)
+            paths = sorted(path for path in directory.rglob("*") if path.is_file())
+            kinds = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(like)]
+            key = (
+                f"{step} {kinds} {[(str(p.relative_to(directory)), _digest_of(p)) for p in paths]}"
             )
-        return Found((sorted(changed), tokens, best, step, state, trained), said)
+            if self._steps or key not in states:
+                states[key] = read(checkpoints, step, like)
+            state, position = states[key]
+            leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)]
+            seen.append(f"checkpoint {step} {_sha(*leaves)} {json.dumps(position)}")
+            return state, position
 
-    def evaluate(self, workdir: pathlib.Path) -> Found:
-        with listening() as said:
-            say_lost_best(workdir)
-            best, known = best_version(workdir), workdirs.checkpoint_steps(workdir)
-            settings = settings_of(load_config(str(workdir / "config.json")))
-            tokens = self._tokens(settings, workdir)
-            self._check_task(settings, workdir)
-            steps = [0, *([best] if best in known else []), None]
-            found = [self._restored(settings, workdir, step) for step in steps]
-        return Found((str(settings), tokens, best, found), said)
+        async def see_generate(client: Any, sampling: Any, tokens: Any, **overrides: Any) -> Any:
+            done = await generate(client, sampling, tokens, **overrides)
+            seen.append(f"{list(tokens)} {sampling} {list(done.output_ids)}")
+            return done
 
-    def replay(self, workdir: pathlib.Path) -> Found:
-        with listening() as said:
-            settings = settings_of(load_config(str(workdir / "config.json")))
-            tokens = self._tokens(settings, workdir)
-            self._check_task(settings, workdir)
-            journal = workdir / "journal.sqlite"
-            reader = JournalReader(journal)
-            try:
-                known = workdirs.checkpoint_steps(workdir)
-                last = replays.steps_of(reader, journal, 0, None, known)
-                epochs = reader.run_epochs()
-                groups = hashlib.sha256()
-                for step in range(1, last + 1):
-                    for chunk in range(reader.num_chunks(step)):
-                        for group in reader.chunk(step, chunk)[0]:
-                            groups.update(f"{step} {group.prompt_index} {group.attempt}".encode())
-                            for row in group.trajectories:
-                                groups.update(f"{row.reward}".encode())
-                                for array in (row.tokens, row.logprobs, row.versions, row.mask):
-                                    groups.update(array.tobytes())
-            finally:
-                reader.close()
-            found = [self._restored(settings, workdir, step) for step in known]
-        return Found((str(settings), tokens, epochs, groups.hexdigest(), found), said)
+        def see_push(versions: Any, version: int, write: Any, point: Any) -> None:
+            seen.append(f"push {version} of epoch {versions._run_epoch}")
+            push(versions, version, write, point)
 
-    def reported(self, workdir: pathlib.Path) -> Found:
-        with listening() as said:
-            page = write_report(workdir).read_text("utf-8")
-        warnings = re.search(r'<div class="warnings".*?</div>', page, re.DOTALL)
-        soft = re.findall(r'<p class="soft">.*?</p>', page, re.DOTALL)
-        return Found(page, [*said, *([warnings[0]] if warnings else []), *soft])
+        patches = [
+            (Checkpoints, "_read", see_read),
+            (evaluation.EngineClient, "generate", see_generate),
+            (MemoryVersions, "_push", see_push),
+            (
+                MemoryVersions,
+                "resume",
+                self._resume_of(MemoryVersions.resume),
+            ),
+            (plots, "figure", calls_of),
+            (parts, "train_step_of", functools.partial(self._train_step_of, parts.train_step_of)),
+            (programs, "Programs", functools.partial(self._programs_of, programs.Programs)),
+            (supervisor, "run", self._in_this_process),
+            (learner_role, "mesh_of", _mesh_of),
+            (replays, "mesh_of", _mesh_of),
+        ]
+        if not self._steps:
+            patches += [
+                (evaluation, "evaluate", self._restore_alone),
+                (learners, "train", self._read_alone),
+                (replays, "_compare", lambda step, *_: replays.Comparison(step, 0.0, "")),
+                (one.rollout, "work", _wait_alone),
+            ]
+        with contextlib.ExitStack() as stack:
+            for where, name, patch in patches:
+                stack.enter_context(unittest.mock.patch.object(where, name, patch))
+            yield
 
-    def report(self, workdir: pathlib.Path) -> str:
-        return self.reported(workdir).findings
+    def _train_step_of(self, make: Callable, settings: Any, config: Any, mesh: Any, **sharing: Any):
+        """Programs compile once for the same settings."""
+        of = (settings.learner, settings.loss, settings.rollout.temperature, config, mesh.shape)
+        key = f"{of} {sorted(sharing.items())}"
+        if key not in self._programs:
+            self._programs[key] = make(settings, config, mesh, **sharing)
+        return self._programs[key]
 
-    def _tokens(self, settings: Any, workdir: pathlib.Path) -> list[int]:
-        return parts.tokenizer_of(settings, workdir).encode("12+34=46")
+    def _programs_of(self, make: Callable, shapes: programs.Shapes) -> programs.Programs:
+        key = str(vars(shapes))
+        if key not in self._programs:
+            self._programs[key] = make(shapes)
+        return self._programs[key]
 
-    def _check_task(self, settings: Any, workdir: pathlib.Path) -> None:
-        task = parts.task_of(settings)
-        parts.check_task(settings, workdir, task, parts.splits_of(settings, task), keep=False)
+    def _in_this_process(self, settings: Any, *, workdir: pathlib.Path, **how: Any) -> bool:
+        """In the place of `supervisor.run`. The words of a role's error are those of its log."""
+        address = f"127.0.0.1:{supervisor.free_port()}"
+        queue = dataclasses.replace(settings.queue, address=address)
+        how.pop("on_step", None)
+        try:
+            return one.run(dataclasses.replace(settings, queue=queue), workdir, **how)
+        except Exception as error:
+            if train_verb._is_explained(error):
+                raise supervisor.RoleDiedError(str(error)) from error
+            raise
 
-    def _restored(
-        self, settings: Any, workdir: pathlib.Path, step: int | None, fallback: bool = False
-    ) -> tuple[int, str]:
-        """(step, digest of state and position) of a checkpoint, the last one for None."""
-        known = workdirs.checkpoint_steps(workdir)
-        wanted = known[-1] if step is None else step
-        key = f"{settings.model} {settings.learner} {_digest_of(workdir / 'checkpoints' / str(wanted))}"
-        if not fallback and key in self._states:
-            return wanted, self._states[key]
-        shape = f"{settings.model} {settings.learner}"
-        if shape not in self._templates:
-            model = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
-            step_of = parts.train_step_of(
-                settings, model, mesh_of(settings.learner, jax.devices()[:1])
-            )
-            self._templates[shape] = step_of.abstract_state()
-        with contextlib.closing(Checkpoints(workdir / "checkpoints", keep=3)) as checkpoints:
-            like = self._templates[shape]
-            if step is None:
-                found, state, position, _ = checkpoints.restore_last(like, fallback=fallback)
-            else:
-                found, (state, position) = step, checkpoints.restore(step, like)
-        digest = hashlib.sha256(json.dumps(position, sort_keys=True).encode())
-        for leaf in jax.tree.leaves(state):
-            digest.update(np.asarray(leaf).tobytes())
-        if not fallback:
-            self._states[key] = digest.hexdigest()
-        return found, digest.hexdigest()
+    def _resume_of(self, resume: Callable) -> Callable:
+        """The versions on disk are resumed first, as in a run of several processes, without servers."""
+        names = ("config", "dtype", "base", "timeout_secs", "delay")
+
+        def resume_both(memory: MemoryVersions, *args: Any, **how: Any) -> None:
+            values = {name: getattr(memory, f"_{name}") for name in names}
+            store = WeightStore(self.workdir / "weights", keep=2)
+            Versions(_Published(self._seen), store, **values).resume(*args, **how)
+            resume(memory, *args, **how)
+
+        return resume_both
+
+    def _restore_alone(self, settings: Any, workdir: pathlib.Path, steps: Any, sets: Any) -> list:
+        """In the place of `evaluate`: the weights are restored, the prompts made, and none is answered."""
+        for asked in sets:
+            self._seen.append(_sha(str(asked.prompts).encode()))
+        rows = []
+        for step in steps:
+            step, _ = parts.checkpoint_params(settings, workdir, step)
+            rows.append({"step": step, "greedy": 0.0})
+        return rows
+
+    def _read_alone(
+        self, state: Any, *, first_step: int, settings: Any, queue: Any, save: Callable, **_: Any
+    ) -> Any:
+        """In the place of `train`: a replay's groups are read; a run that goes on trains nothing."""
+        for step in range(first_step, settings.learner.num_steps + 1):
+            if not isinstance(queue, replays.ReplayQueue):
+                found = queue.status()
+                names = ("v_pub", "committed_step", "frontier", "returned", "retired", "run_epoch")
+                self._seen.append(str([getattr(found, name) for name in names]))
+                break
+            for chunk in queue.lease(step, 0.0, lambda: False):
+                for group in chunk.groups:
+                    rows = [
+                        (r.reward, *map(bytes, (r.tokens, r.logprobs, r.versions, r.mask)))
+                        for r in group.trajectories
+                    ]
+                    self._seen.append(f"{step} {group.prompt_index} {_sha(str(rows).encode())}")
+            save(step, state, None)  # A checkpoint of the run is compared with it.
+        return state
+
+
+class _Published:
+    """A publisher without servers, which takes down what is pushed."""
+
+    def __init__(self, seen: list[str]):
+        self._seen = seen
+
+    def publish(self, version: int, write: Callable, *, run_epoch: int, **_: Any) -> None:
+        files = write()
+        files.verify()
+        self._seen.append(f"version {version} {files.digest} of epoch {run_epoch}")
+
+
+class _HungError(BaseException):
+    """A verb has not ended."""
+
+
+@contextlib.contextmanager
+def quiet(output: io.StringIO) -> Iterator[list[str]]:
+    """Takes the output of a verb, yields its warnings, ends it after VERB_SECS, and mends its signals."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+
+    def hang(*_: object) -> None:
+        raise _HungError
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGALRM)
+    signals = {number: signal.getsignal(number) for number in numbers}
+    package, root = logging.getLogger("jaxrl_async"), logging.getLogger()
+    handlers, level, interval = root.handlers[:], root.level, sys.getswitchinterval()
+    signal.signal(signal.SIGALRM, hang)
+    signal.setitimer(signal.ITIMER_REAL, VERB_SECS)
+    package.addHandler(handler)
+    try:
+        with (
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+            unittest.mock.patch.object(package, "propagate", False),
+        ):
+            yield said
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, found in signals.items():
+            signal.signal(number, found)
+        package.removeHandler(handler)
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        sys.setswitchinterval(interval)
+
+
+def _mesh_of(learner: Any, devices: Any = None) -> Any:
+    return mesh_of(learner, jax.devices()[: learner.num_devices])
+
+
+async def _wait_alone(*_: Any, **__: Any) -> None:
+    """In the place of a rollout worker."""
+    await asyncio.Event().wait()
 
 
 def calls_of(title: str, draw: Callable, **_: Any) -> plots.Figure:
@@ -390,55 +637,51 @@ def calls_of(title: str, draw: Callable, **_: Any) -> plots.Figure:
     return plots.Figure(title, "\n".join(calls), ())
 
 
-def _digest_of(directory: pathlib.Path) -> str:
-    """Of the names and bytes of all files."""
+def _sha(*contents: bytes) -> str:
     digest = hashlib.sha256()
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            digest.update(f"{path.relative_to(directory)}\n".encode() + path.read_bytes())
+    for content in contents:
+        digest.update(content)
     return digest.hexdigest()
 
 
-@contextlib.contextmanager
-def listening() -> Iterator[list[str]]:
-    """The warnings that the package logs meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("jaxrl_async")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
+def _digest_of(path: pathlib.Path) -> str:
+    return _sha(path.read_bytes()) if path.exists() else ""
 
 
 def digests(directory: pathlib.Path, megabytes: float) -> dict[str, Any]:
-    """Seconds of a checkpoint with digests and without, and of the digests alone."""
+    """Seconds of a checkpoint with digests and without, and of the digests alone; every value."""
     tensor = np.random.default_rng(0).standard_normal((1 << 18,), np.float32)  # 1 MB
     state = {f"tensor_{i}": jax.device_put(tensor + i) for i in range(round(megabytes))}
     jax.block_until_ready(state)
+    compute, found = checkpoint_lib.digests_of, collections.defaultdict(list)
     shards = checkpoint_lib.shards_on_host(state)
-    began = time.monotonic()
-    checkpoint_lib.digests_of(shards)
-    alone = time.monotonic() - began
-    compute = checkpoint_lib.digests_of
-    secs, calls = collections.defaultdict(list), collections.defaultdict(list)
+    for _ in range(3):
+        with timed(found, "digests"):
+            compute(shards)
+        with timed(found, "copies"):
+            checkpoint_lib.shards_on_host(state)
     for number in range(3):
         for name, table in (("with", compute), ("without", lambda shards: {})):
-            checkpoint_lib.digests_of = table
-            with contextlib.closing(Checkpoints(directory / name / str(number), keep=1)) as saves:
-                began = time.monotonic()
-                saves.save(1, state, {})
-                calls[name].append(time.monotonic() - began)
-                secs[name].append(saves.written(wait=True).secs)
-    checkpoint_lib.digests_of = compute
-    return {
-        "megabytes": megabytes,
-        "digests_secs": round(alone, 3),
-        "on_disk_secs": {name: round(float(np.median(v)), 3) for name, v in secs.items()},
-        "call_secs": {name: round(float(np.median(v)), 3) for name, v in calls.items()},
-    }
+            with (
+                unittest.mock.patch.object(checkpoint_lib, "digests_of", table),
+                contextlib.closing(Checkpoints(directory / name / str(number), keep=1)) as saves,
+                timed(found, f"on_disk_{name}"),
+            ):
+                with timed(found, f"call_{name}"):
+                    saves.save(1, state, {})
+                saves.written(wait=True)
+    medians = {name: round(statistics.median(values), 3) for name, values in found.items()}
+    raw = {name: [round(value, 3) for value in values] for name, values in found.items()}
+    return {"megabytes": megabytes, "load_average": os.getloadavg()[0]} | medians | {"raw": raw}
+
+
+@contextlib.contextmanager
+def timed(found: dict[str, list[float]], name: str) -> Iterator[None]:
+    """Adds the seconds that pass, and those of this process's CPU."""
+    began, used = time.monotonic(), time.process_time()
+    yield
+    found[f"{name}_secs"].append(time.monotonic() - began)
+    found[f"{name}_cpu_secs"].append(time.process_time() - used)
 
 
 if __name__ == "__main__":
