@@ -20,13 +20,7 @@ from jaxrl_async.objectives.tokens import Tokens, given
 def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean over tokens: long completions count more. D = tokens of the minibatch.
 
-    "DAPO", Yu et al., arXiv 2503.14476.
-
-    Args:
-      mask: bool [B, T].
-
-    Returns:
-      scale and share, float32 [B, T].
+    "DAPO", Yu et al., arXiv 2503.14476. Argument and shapes as of `sequence_mean`.
     """
     ones = masked.keep(1.0, mask)
     return ones, ones
@@ -65,14 +59,7 @@ def fixed_length(
 
     "Understanding R1-Zero-Like Training" (Dr. GRPO), Liu et al., arXiv 2503.20783.
 
-    Args:
-      mask: bool [B, T].
-      segment_ids: int [B, T].
-      sample_share: as in `sequence_mean`.
-      length: tokens > 0, usually the largest completion.
-
-    Returns:
-      scale and share, float32 [B, T].
+    Arguments and shapes as of `sequence_mean`, and `length`, tokens > 0, usually those of the largest completion.
     """
     return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids, sample_share)[1]
 

@@ -82,16 +82,8 @@ def cispo(
 
         loss = −sg(min(r, 1 + ε_high))·A·log π_θ
 
-    "MiniMax-M1", arXiv 2506.13585 (ε_high = 4, r to the behavior policy).
-
-    Args:
-      logprobs: float [B, T], nats; carries the gradient.
-      ratio: float [B, T], > 0; detached here.
-      advantages: float [B, T]; detached here.
-      clip_high: ε_high, ≥ 0.
-
-    Returns:
-      float32 [B, T].
+    "MiniMax-M1", arXiv 2506.13585 (ε_high = 4, r to the behavior policy). Arguments and result as of `clipped` and
+    `reinforce`, but the ratio is detached here.
     """
     weight = jax.lax.stop_gradient(jnp.minimum(ratio, 1.0 + clip_high))
     return weight * reinforce(logprobs, advantages)

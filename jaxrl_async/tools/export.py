@@ -66,8 +66,7 @@ def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> No
 
     Args:
       settings: of a run without model.path.
-      out: the directory to write, new or empty.
-      dtype: "float32" | "bfloat16", of the tensors.
+      out, dtype: as of `export`.
       warm: after the warm start, which is version 0; else the random weights before it.
 
     Raises:
