@@ -121,7 +121,7 @@ def test_a_learner_that_fails_writes_the_checkpoint_under_way_before_it_ends(mon
     def fail(*_, **__):
         raise RuntimeError("the worker's own")
 
-    monkeypatch.setattr(learner, "_train", fail)
+    monkeypatch.setattr(learner, "_Process", fail)
     options = {"process": 0, "coordinator": "", "resume": False, "stop_requested": lambda: False}
     with pytest.raises(RuntimeError, match="the worker's own"):
         learner.run(Settings(), tmp_path, links=object(), **options)
