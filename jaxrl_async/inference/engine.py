@@ -140,7 +140,7 @@ class Engine:
         Raises:
           TimeoutError: the thread did not end in time.
         """
-        self._commands.put(self._close)
+        self._commands.put(lambda: setattr(self, "_closing", True))
         self._loader.shutdown(wait=False, cancel_futures=True)
         if not self._thread.ident:
             return self._stop(UnavailableError(f"engine {self.name!r} was never started"))
@@ -497,9 +497,6 @@ class Engine:
             return False
         self._cache = None
         return True
-
-    def _close(self):
-        self._closing = True
 
     def _stop(self, cause):
         """Fails every pending request and command, and every later call."""

@@ -246,7 +246,10 @@ class Publisher(Course):
         self._phase = f"the queue to take version {request.version}"
         # States first: when the queue admits for the new version, no worker routes to a late server.
         await self._publish_states()
-        await self._publish_version(request)
+        async with self._announcing:
+            self.announced = (request.version, request.run_epoch)
+            self._held = target.version
+            await self._announce_records(self.announced, request.resume_point)
         self._metrics = {
             "weights/version": target.version,
             "weights/delay": request.version - target.version,
@@ -431,12 +434,6 @@ class Publisher(Course):
             raise PublisherError(
                 f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
             )
-
-    async def _publish_version(self, request: "_Request") -> None:
-        async with self._announcing:
-            self.announced = (request.version, request.run_epoch)
-            self._held = self._target.version
-            await self._announce_records(self.announced, request.resume_point)
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""

@@ -163,7 +163,8 @@ class Sampler:
         **overrides: Any,
     ) -> Completion:
         sampling = self.sampling | {"sampling_seed": requests.seed} | overrides
-        input_ids, ruled_out = np.asarray(tokens).tolist(), _ruled_out(sampling)
+        input_ids, bias = np.asarray(tokens).tolist(), sampling.get("logit_bias") or {}
+        ruled_out = [int(token) for token, value in bias.items() if value <= NEVER_BIAS]
         deadline = self.clock.now() + self.request_timeout_secs
         parts: list[Completion] = []
         reason, detail, failed = "", "", ""
@@ -197,7 +198,8 @@ class Sampler:
                     self.fleet.suspect(address)
                 elif self.fleet.fails_several(address):
                     reason = SERVER_FAULT
-                await self._back_off(retry, deadline)
+                backoff = min(_BACKOFF_SECS * 2**retry, _MAX_BACKOFF_SECS)
+                await asyncio.sleep(max(0.0, min(backoff, deadline - self.clock.now())))
                 retry += 1
                 continue
             kept = _before(part, ruled_out)
@@ -215,7 +217,8 @@ class Sampler:
                 span = (address, int(part.versions.min()), int(part.versions.max()))
                 self._sources.setdefault(requests.permit, []).append(span)
             if is_cut:
-                sampling["sampling_seed"] = _seed_after(sampling["sampling_seed"])
+                # Of the token that is drawn again, and of those behind it.
+                sampling["sampling_seed"] = seed_of(f"{sampling['sampling_seed']}/again")
             elif part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
             else:
@@ -302,10 +305,6 @@ class Sampler:
             self._unrouted.discard(prefix)
         return address
 
-    async def _back_off(self, retry: int, deadline: float) -> None:
-        left = deadline - self.clock.now()
-        await asyncio.sleep(max(0.0, min(_BACKOFF_SECS * 2**retry, _MAX_BACKOFF_SECS, left)))
-
     @property
     def num_unrouted(self) -> int:
         """Samples that wait for a HEALTHY server."""
@@ -331,17 +330,6 @@ class _Requests:
 def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
     """A stable 31-bit hash of (run_seed, prompt_index, sample, attempt)."""
     return seed_of(f"{run_seed}/{permit.prompt_index}/{sample}/{permit.attempt}")
-
-
-def _seed_after(seed: int) -> int:
-    """The seed of a token that is drawn again, and of those behind it."""
-    return seed_of(f"{seed}/again")
-
-
-def _ruled_out(sampling: Mapping[str, Any]) -> list[int]:
-    """The tokens that may not be sampled."""
-    bias = sampling.get("logit_bias") or {}
-    return [int(token) for token, value in bias.items() if value <= NEVER_BIAS]
 
 
 def _before(part: Completion, ruled_out: list[int]) -> Completion:

@@ -241,10 +241,14 @@ class Session:
         for number in range(call.n):
             continued = row if number == 0 else None
             before = row.num_turns if row and (continued or keeps_turns) else 0
+            # A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their
+            # own. The first row has the sample's.
+            has_own = self._all and not continued
+            seed = int(self.context.rng.integers(2**31)) if has_own else None
             one = _Row(
                 builder=builder if number == 0 else copy(),
                 tools=call.tools,
-                sampling=continued.sampling if continued else self._new_sampling(),
+                sampling=continued.sampling if continued else {"sampling_seed": seed},
                 num_turns=before + 1,
                 max_tokens=max_tokens,
             )
@@ -262,14 +266,6 @@ class Session:
         self._last = rows
         choices = [sample.result() for sample in samples]
         return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self.context.decode)
-
-    def _new_sampling(self) -> dict[str, Any]:
-        """The sampling parameters of a new row, beside the run's.
-
-        A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their own.
-        The first row has the sample's.
-        """
-        return {"sampling_seed": int(self.context.rng.integers(2**31)) if self._all else None}
 
     async def _sample(self, row: "_Row", call: Call) -> Choice:
         """Extends a row by one answer."""

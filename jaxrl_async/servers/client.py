@@ -93,8 +93,8 @@ class InferenceClient:
         request["sampling_params"] = NEUTRAL | request["sampling_params"]
         run = {"run_id": self.run_id, "adapters": self.adapters, "vocab_size": self.vocab_size}
         asked = Request(**run, **request)
-        start = time.monotonic()
-        if self.adapters and not self._is_recognised(address):
+        start, known = time.monotonic(), type(self._servers.get(address))
+        if self.adapters and known in (type(None), kinds.presumed()):
             await self.recognise(address, timeout_secs=timeout_secs)
             timeout_secs = max(timeout_secs - (time.monotonic() - start), 1e-3)
         server = self._server(address)
@@ -137,10 +137,6 @@ class InferenceClient:
             **options,
         )
         return self._probes
-
-    def _is_recognised(self, address: str) -> bool:
-        server = self._servers.get(address)
-        return server is not None and type(server) is not kinds.presumed()
 
     def _server(self, address: str) -> Any:
         if address not in self._servers:
