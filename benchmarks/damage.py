@@ -178,9 +178,12 @@ def spread(args: argparse.Namespace, place: pathlib.Path) -> None:
     def go_on(worker: int) -> None:
         lines, step = place / f"{worker}.jsonl", args.workers
         done = len(lines.read_text("utf-8").splitlines()) if lines.exists() else 0
-        if running.get(worker) and running[worker].returncode:  # It died of the damage after these.
+        code = running[worker].returncode if worker in running else 0
+        if code > 0:
+            raise RuntimeError((place / f"{worker}.log").read_text("utf-8")[-2000:])
+        if code < 0:  # It died of the damage after these.
             row = {"number": worker + done * step, "damage": "?", "outcomes": {"?": "unnamed"}}
-            row["bad"] = [f"the process ended with {running[worker].returncode}"]
+            row["bad"] = [f"the process died of signal {-code}"]
             with open(lines, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             done += 1
@@ -224,10 +227,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "hung": total["hung"],
         "refusals_without_file_or_remedy": total["unnamed"],
         "stuck": sum(row.get("stuck", False) for row in rows),
-        "damage_secs": {
-            name: round(float(np.quantile([row["secs"] for row in rows if "secs" in row], q)), 2)
-            for name, q in (("median", 0.5), ("largest", 1.0))
-        },
+        "secs_of_each": [round(row["secs"], 2) for row in rows if "secs" in row],
         "bad": [row for row in rows if row["bad"]],
     }
 
@@ -532,7 +532,7 @@ class Verbs:
         names = ("config", "dtype", "base", "timeout_secs", "delay")
 
         def resume_both(memory: MemoryVersions, *args: Any, **how: Any) -> None:
-            values = {name: getattr(memory, f"_{name}") for name in names}
+            values = {name: getattr(memory, name) for name in names}
             store = WeightStore(self.workdir / "weights", keep=2)
             Versions(_Published(self._seen), store, **values).resume(*args, **how)
             resume(memory, *args, **how)
