@@ -1,6 +1,5 @@
 """A task's digest: equal for equal tasks alone, kept by a run, and compared wherever the run's task is read."""
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -174,7 +173,7 @@ def test_every_reader_of_a_runs_task_refuses_another(changed):
     evaluated = dataclasses.replace(settings, evaluate=every)
     out = workdir.parent / "out"
     refused(lambda: machine.prepare(settings, workdir, resume=True))
-    refused(lambda: asyncio.run(rollout._read(settings, workdir, "rollout-0", queue=None)))
+    refused(lambda: rollout._read(settings, workdir))
     refused(lambda: learner.evaluator_of(evaluated, workdir))
     refused(lambda: replay.replay(settings, workdir, out=out))
     assert not out.exists()
