@@ -599,6 +599,17 @@ class JournalReader:
         return [FixedChunk(tuple(json.loads(i)), bool(last)) for last, i in rows.fetchall()]
 
 
+def settle(path: str | os.PathLike) -> None:
+    """Copies what a queue that was killed left in its write-ahead log into the file of its journal.
+
+    Does nothing where no log is there, another process has the file open, or it is damaged.
+    """
+    if pathlib.Path(f"{os.fspath(path)}-wal").exists():
+        with contextlib.suppress(sqlite3.Error):
+            with contextlib.closing(sqlite3.connect(path, timeout=0.0)) as connection:
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 def file_system_of(path: str | os.PathLike) -> str:
     """The kind of file system of a path, as in /proc/mounts; "" where it is unknown."""
     try:

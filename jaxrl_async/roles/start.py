@@ -11,6 +11,7 @@ from jaxrl_async import parts
 from jaxrl_async.config.checks import check_new, warnings
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
+from jaxrl_async.queue import journal
 from jaxrl_async.runtime import libraries, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
@@ -108,7 +109,10 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) 
     """
     with workdirs.refusable(workdir):
         machine.prepare(settings, workdir, resume=resume)
-        return supervisor.run(settings, workdir=workdir, resume=resume, **how)
+        try:
+            return supervisor.run(settings, workdir=workdir, resume=resume, **how)
+        finally:
+            journal.settle(settings.journal.path or workdir / "journal.sqlite")
 
 
 def run_role(

@@ -82,6 +82,23 @@ async def test_a_killed_queue_restarts_as_it_was(tmp_path):
     assert reader.audit() == SOUND_AUDIT
 
 
+async def test_a_killed_queue_leaves_no_log_beside_its_journal(tmp_path):
+    path = tmp_path / "a" / "journal.sqlite"
+    path.parent.mkdir()
+    (tmp_path / "b").mkdir()
+    async with journaled(path) as queue:
+        await some_history(queue)
+        left = await copied(path, tmp_path / "b")
+        journals.settle(path)  # A queue that has it open is left alone.
+        await queue.client.admit(1, 5.0)
+    log = left.with_name("journal.sqlite-wal")
+    assert log.stat().st_size
+    journals.settle(left)
+    assert not log.exists()
+    with contextlib.closing(JournalReader(left)) as reader:
+        assert reader.steps() == [1] and not any(reader.audit().values())
+
+
 async def test_the_run_and_its_newest_learner_survive_a_kill(tmp_path):
     path, known = tmp_path / "journal.sqlite", []
     for generation in (1, 2):
