@@ -32,6 +32,7 @@ from jaxrl_async import sealed
 from jaxrl_async.versions.layout import tensor_digest
 
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
+_NEVER_SECS = 10**8  # in Orbax, whose deadlines are of the wall clock, which may step
 DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallback put aside
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Checkpoints:
             },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=preservation,
-                async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_SECS),
+                async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECS),
             ),
         )
         if remove_unfinished and jax.process_index() == 0:
@@ -164,9 +165,10 @@ class Checkpoints:
             return None
         (step, future), self._writing = self._writing, None
         try:
-            return future.result()
+            return future.result(WRITE_TIMEOUT_SECS)
         except Exception as error:
-            raise self._not_written(step, error) from error
+            late = TimeoutError(f"no end within {WRITE_TIMEOUT_SECS:g} s")
+            raise self._not_written(step, error if future.done() else late) from error
 
     def steps(self) -> list[int]:
         """The restorable steps, ascending; without one that is still being written."""

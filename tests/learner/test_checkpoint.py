@@ -1,6 +1,7 @@
 """Checkpoints: saved states come back, 0 is kept, and a misfit is named."""
 
 import gc
+import itertools
 import json
 import logging
 import shutil
@@ -8,13 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint._src.checkpointers import async_checkpointer
+from orbax.checkpoint._src.futures import future as futures
 
+from jaxrl_async.learner import checkpoint
 from jaxrl_async.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_async.records import ResumePoint
 from jaxrl_async.roles.learner import Saves
@@ -300,6 +304,41 @@ def test_a_write_that_fails_names_its_step_and_leaves_the_checkpoint_before(tmp_
         checkpoints.save(3, state(), {})
     checkpoints.close()
     assert open_checkpoints(tmp_path).steps() == [1]
+
+
+def test_a_wall_clock_that_steps_by_hours_meanwhile_fails_no_write(tmp_path, monkeypatch):
+    hours = itertools.count(0.0, 3600.0)
+
+    def now():
+        callers = {sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name}
+        return next(hours) if "result" in callers else 0.0  # Of the wait for all of it alone.
+
+    monkeypatch.setattr(futures, "time", types.SimpleNamespace(time=now))
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, state(), {})
+    checkpoints.close()
+    assert next(hours) > 2 * 3600  # It was read.
+    assert open_checkpoints(tmp_path).steps() == [1]
+
+
+def test_a_write_that_does_not_end_names_its_step_and_its_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WRITE_TIMEOUT_SECS", 0.1)
+    checkpoints, released = open_checkpoints(tmp_path), threading.Event()
+    finished = checkpoints._manager.wait_until_finished
+
+    def wait():  # The manager calls it, too.
+        if threading.current_thread().name == "checkpoint":
+            released.wait(20.0)
+        finished()
+
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", wait)
+    checkpoints.save(1, state(), {})
+    with pytest.raises(
+        CheckpointError, match="checkpoint 1 was .*TimeoutError: no end within 0.1 s"
+    ):
+        checkpoints.written(wait=True)
+    released.set()
+    checkpoints._manager.close()
 
 
 KILLED = """
