@@ -239,6 +239,11 @@ def _run_one(
         return 1
     except StartError:  # `main` prints it; no restart would help.
         raise
+    except MemoryError:
+        log.exception("role %s is out of memory", role)
+        if "JAXRL_PARENT" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)  # As the kernel ends one: it is started again.
+        return 1
     except Exception as error:
         if superseded := _superseded(error):
             print(f"{role}: {superseded}", file=sys.stderr, flush=True)

@@ -168,6 +168,7 @@ class QueueService:
         self._instances: dict[str, tuple[str, set[str]]] = {}
         self._changed = asyncio.Event()
         self._ticked = clock()
+        self.error: MemoryError | None = None  # in the midst of a call
         self._published = asyncio.Event()  # a version, a table of servers, or their loads
         self._identity, self._nonce = Identity(new_run_id(), 0), ""  # and the last learner's nonce
         if journal is not None:
@@ -204,7 +205,10 @@ class QueueService:
 
         Raises:
           JournalError: the journal cannot be written.
+          MemoryError: in a call, whose event may be applied in half. The journal has the truth for the next process.
         """
+        if self.error is not None:
+            raise self.error
         if self.journal is not None:
             self.journal.check()
         now = self.clock()
@@ -593,23 +597,25 @@ def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
     def behavior_of(method: MethodDescriptor) -> Callable:
         call, parse = getattr(service, method.name), rpc.parser(method.input_type)
         if method.server_streaming:
-            return _streaming(call, parse)
-        return _unary(call, parse, method.name == "Push")
+            return _streaming(service, call, parse)
+        return _unary(service, call, parse, method.name == "Push")
 
     return rpc.handlers(pb.DESCRIPTOR.services_by_name["TrajectoryQueue"], behavior_of)
 
 
-def _unary(call: Callable, parse: Callable[[bytes], Any], with_raw: bool) -> Callable:
+def _unary(
+    service: QueueService, call: Callable, parse: Callable[[bytes], Any], with_raw: bool
+) -> Callable:
     async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
-        async with _refusals(context):
+        async with _refusals(service, context):
             return await (call(parse(raw), raw) if with_raw else call(parse(raw)))
 
     return behavior
 
 
-def _streaming(call: Callable, parse: Callable[[bytes], Any]) -> Callable:
+def _streaming(service: QueueService, call: Callable, parse: Callable[[bytes], Any]) -> Callable:
     async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
-        async with _refusals(context):
+        async with _refusals(service, context):
             async for reply in call(parse(raw)):
                 yield reply
 
@@ -617,7 +623,9 @@ def _streaming(call: Callable, parse: Callable[[bytes], Any]) -> Callable:
 
 
 @contextlib.asynccontextmanager
-async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+async def _refusals(
+    service: QueueService, context: grpc.aio.ServicerContext
+) -> AsyncIterator[None]:
     """Answers a refused call with the status that fits its error."""
     try:
         yield
@@ -631,6 +639,9 @@ async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
     except TimeoutError as error:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _short(error))
+    except MemoryError as error:
+        service.error = error
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the queue is out of memory")
 
 
 def _short(error: Exception) -> str:

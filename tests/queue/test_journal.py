@@ -12,7 +12,15 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
-from fixtures.queues import SOUND_AUDIT, connected, group, journaled, opened, served
+from fixtures.queues import (
+    SOUND_AUDIT,
+    connected,
+    group,
+    journaled,
+    opened,
+    served,
+    worker_of,
+)
 from hypothesis import strategies as st
 
 from jaxrl_async.queue import journal as journals
@@ -614,6 +622,31 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
     state, messages, *_ = again.recover()
     assert len(state.held) == len(messages) > 0
     again.close()
+
+
+async def test_a_queue_without_memory_ends_and_the_next_one_has_what_was_answered(
+    tmp_path, monkeypatch
+):
+    path, short = tmp_path / "j", {"outage_secs": 0.1}
+
+    async def fail(*_):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        async with journaled(path) as queue, worker_of(queue.address, **short) as worker:
+            await queue.publish(0)
+            permits = await worker.admit(4, 5.0)
+            assert await worker.submit(group(permits[0])) == "held"
+            with monkeypatch.context() as patch, pytest.raises(ConnectionError, match="of memory"):
+                patch.setattr(queue.journal, "submitted", fail)
+                await worker.submit(group(permits[1]))
+            await asyncio.sleep(1.0)  # The service ends with its next tick.
+    async with journaled(path) as queue:
+        outcomes = [await queue.client.submit(group(permit)) for permit in permits]
+        assert outcomes == ["duplicate", "held", "held", "held"]
+        assert len((await queue.lease(1))[0].groups) == 4
+        await queue.commit(1)
+    assert JournalReader(path).audit() == SOUND_AUDIT
 
 
 class Sound:

@@ -1,6 +1,8 @@
 """How a role ends that cannot go on: a line where the message says all, a traceback where nobody foresaw it."""
 
 import errno
+import os
+import signal
 import types
 
 import pytest
@@ -97,6 +99,19 @@ def test_a_full_disk_is_a_line_that_names_the_workdir(error, end_with, capsys, c
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--workdir={tmp_path}/run must have space" in line and caplog.text == ""
     assert str(error).partition("\n")[0] in line or str(error.__cause__) in line
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_role_without_memory_ends_as_the_kernel_ends_one_so_that_it_is_started_again(
+    supervised, end_with, monkeypatch, caplog
+):
+    killed = []
+    monkeypatch.setattr(train.os, "kill", lambda pid, number: killed.append((pid, number)))
+    if supervised:
+        monkeypatch.setenv("JAXRL_PARENT", str(os.getppid()))
+    assert end_with(MemoryError()) == 1
+    assert killed == ([(os.getpid(), signal.SIGKILL)] if supervised else [])
+    assert "role queue is out of memory" in caplog.text and "MemoryError" in caplog.text
 
 
 @pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)
