@@ -162,7 +162,7 @@ class Sampler:
         tokens: Sequence[int] | np.ndarray,
         **overrides: Any,
     ) -> Completion:
-        sampling = self.sampling | {"sampling_seed": requests.seed} | overrides
+        sampling: dict[str, Any] = self.sampling | {"sampling_seed": requests.seed} | overrides
         input_ids, bias = np.asarray(tokens).tolist(), sampling.get("logit_bias") or {}
         ruled_out = [int(token) for token, value in bias.items() if value <= NEVER_BIAS]
         deadline = self.clock.now() + self.request_timeout_secs
