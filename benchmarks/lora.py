@@ -68,7 +68,7 @@ def measure(config, base, work, num_rows: int, rounds: int) -> dict:
     steps = {kind: shapes.make_train_step(c, head_chunk=128) for kind, c in configs.items()}
     steps["lora"].freeze(base)
     copy = jax.tree.map(lambda leaf: leaf.copy(), base)  # Its updates consume it.
-    adapters = sharding.init_sharded(config, shapes.one_device(), seed=0)
+    adapters = sharding.init_adapters(config, shapes.one_device(), seed=0)
     states = {"full": steps["full"].init(copy), "lora": steps["lora"].init(adapters)}
     sums = {kind: steps[kind].zero_accumulator() for kind in KINDS}
     vocab_size = config.vocab_size

@@ -69,14 +69,19 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:
-    """Random parameters, each initialised on its own devices, whatever the mesh: those that are trained.
-
-    Of a model with adapters these, which change nothing yet: A at random, B zero.
-    """
+    """Random parameters, each initialised on its own devices. The values do not depend on the mesh."""
 
     def init():
-        params = nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1]
-        return lora.split(params)[0] if config.lora else params
+        return nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1]
+
+    return jax.jit(init, out_shardings=param_shardings(mesh, transformer.abstract_params(config)))()
+
+
+def init_adapters(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:
+    """The adapters that change nothing: A at random, B zero. The values do not depend on the mesh."""
+
+    def init():
+        return lora.split(nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1])[0]
 
     shardings = param_shardings(mesh, transformer.abstract_trained(config))
     return jax.jit(init, out_shardings=shardings)()

@@ -300,7 +300,7 @@ class _Process:
                 list(tensors)
             processes.barrier("the base is written", timeout_secs=checkpoint.WRITE_TIMEOUT_SECS)
         if not settings.model.lora.path:
-            return sharding.init_sharded(config, mesh, settings.seed)
+            return sharding.init_adapters(config, mesh, settings.seed)
         adapters = hf.read_adapters(settings.model.lora.path, config)
         return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
 

@@ -57,7 +57,7 @@ def on(mesh, params):
 def test_version_0_is_the_base_bit_for_bit(config):
     plain = dataclasses.replace(config, lora=None)
     _, base = host_params(config)
-    adapters = sharding.init_sharded(config, one_device(), 0)
+    adapters = sharding.init_adapters(config, one_device(), 0)
     whole = lora.join(adapters, base)
     np.testing.assert_array_equal(logits(config, whole, ROWS), logits(plain, base, ROWS))
     own = jax.jit(lambda: nnx.state(transformer.Transformer(config, rngs=nnx.Rngs(0))))()
@@ -182,7 +182,7 @@ def test_the_reference_of_a_penalty_is_the_base():
     adapters, base = host_params(CONFIG)
     batches = train_steps.pack(train_steps.groups_of())
     made = learned(loss=train_steps.PENALISED)
-    first = jax.device_get(sharding.init_sharded(CONFIG, one_device(), 0))
+    first = jax.device_get(sharding.init_adapters(CONFIG, one_device(), 0))
     found = accumulated(made, batches, on(made[0], first))
     mesh, plain = train_steps.make(train_steps.PENALISED)
     merged = jax.device_get(lora.merged(lora.join(adapters, base), CONFIG.lora))
