@@ -1,4 +1,4 @@
-"""SGLang, which is compared.
+"""SGLang: its tensors are compared with a version's after each push (`kinds.compared`). It takes versions by
 
 disk         it reads a directory that it can see; of adapters, without a pause
 tensor       tensors over HTTP, without a shared file system
