@@ -141,7 +141,7 @@ class ServerRecord:
     load: int = 0  # outstanding tokens of all workers, as they reported last; the publisher's records have 0
 
 
-# What a worker waits for that starts.
+# The waits of a worker at its start.
 READS = (READS_TASK, READS_REWARD) = ("its task", "the processes of its reward")
 
 

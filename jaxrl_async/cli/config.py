@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 
 
 def _notes(settings: Settings) -> list[str]:
-    """What `train` would warn of, and why it would refuse a new run of these settings."""
+    """The warnings and the refusals of `train` for a new run with these settings."""
     notes = [f"WARNING: {text}" for text in checks.warnings(settings)]
     try:
         checks.check_new(settings)

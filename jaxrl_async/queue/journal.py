@@ -600,7 +600,7 @@ class JournalReader:
 
 
 def settle(path: str | os.PathLike) -> None:
-    """Copies what a queue that was killed left in its write-ahead log into the file of its journal.
+    """Copies the write-ahead log of a killed queue into the file of its journal.
 
     Does nothing where no log is there, another process has the file open, or it is damaged.
     """

@@ -132,7 +132,7 @@ def _read(settings: Settings, workdir: pathlib.Path) -> tuple[Task, Tokenizer, A
 
 
 async def _awaited(queue: QueueClient, name: str, on: str, started: Awaitable[_T]) -> _T:
-    """The result of what a worker starts with; the queue gets reports of the wait `on` it.
+    """The result of a reading at a worker's start; the queue gets reports of the wait `on` it.
 
     A user's module may take minutes to import, in this process and in those of its reward.
     """

@@ -108,7 +108,7 @@ _ALLOWED_WITH = {
     "prctl": ((157, 167), 0, (15, 16, 21, 23, 39)),
     "socketpair": ((53, 199), 0, (socket.AF_UNIX,)),
 }
-# Refused as what the kernel lacks, so that libc makes do with other calls; so are numbers from _FIRST_NEW on.
+# Refused with ENOSYS, so that libc makes do with other calls; so are numbers from _FIRST_NEW on.
 _ABSENT = {
     "sched_getaffinity": (204, 123), "membarrier": (324, 283), "preadv2": (327, 286), "pwritev2": (328, 287),
     "clone3": (435, 435),
