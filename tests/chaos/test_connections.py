@@ -83,9 +83,9 @@ async def test_nothing_is_lost_when_connections_break(num_steps, network, tmp_pa
 
 
 @contextlib.asynccontextmanager
-async def clients_behind_a_proxy(monkeypatch, **timeouts):
+async def clients_behind_a_proxy(monkeypatch, ping_secs=0.4, **timeouts):
     """A proxy before a queue, its address, and a worker's and the learner's client."""
-    monkeypatch.setattr(rpc, "PING_SECS", 0.4)
+    monkeypatch.setattr(rpc, "PING_SECS", ping_secs)
     async with served(max_staleness=2) as target:
         proxy = Proxy(target, random.Random(0))
         async with proxy.served() as address, worker_of(address, **timeouts) as worker:
@@ -97,8 +97,12 @@ async def clients_behind_a_proxy(monkeypatch, **timeouts):
                 learner.__exit__()
 
 
-async def test_a_peer_that_vanishes_is_let_go_of_and_its_calls_are_made_again(monkeypatch):
-    async with clients_behind_a_proxy(monkeypatch) as (proxy, _, worker, learner):
+@pytest.mark.parametrize("ping_secs", [0.4, pytest.param(rpc.PING_SECS, marks=pytest.mark.long)])
+async def test_a_peer_that_vanishes_is_let_go_of_and_its_calls_are_made_again(
+    ping_secs, monkeypatch
+):
+    clients = clients_behind_a_proxy(monkeypatch, ping_secs, outage_secs=60.0)
+    async with clients as (proxy, _, worker, learner):
         await asyncio.to_thread(learner.publish_version, 0, ())
         (first,) = await worker.admit(1, 5.0, worker="w")
         tables = worker.watch_fleet()
