@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     result |= shapes.machine()
     if args.part in ("rate", "all"):
         for name in names:
-            result[name] = rate(name, args.updates)
+            result[name] = rate(*SHAPES[name], args.updates)
             report(name, result[name])
     if args.part in ("policies", "all"):
         result["policies"] = policies(shape, tokens, args.rounds)
@@ -128,11 +128,17 @@ def report(name: str, measured: dict[str, float]) -> None:
     print(name, rounded, flush=True)
 
 
-def rate(name: str, updates: int) -> dict[str, float]:
+def rate(
+    shape: dict, work: dict, updates: int, attention_kernel: str | None = None
+) -> dict[str, float]:
     """Tokens/s and FLOP/s of whole updates, accumulate every microbatch and then update, beside the matmul rate."""
-    shape, work = SHAPES[name]
     config = shapes.model_config(shape)
-    train_step = shapes.make_train_step(config, learning_rate=1e-4, head_chunk=work["head_chunk"])
+    train_step = shapes.make_train_step(
+        config,
+        learning_rate=1e-4,
+        head_chunk=work["head_chunk"],
+        attention_kernel=attention_kernel,
+    )
     state = train_step.init(sharding.init_sharded(config, shapes.one_device(), seed=0))
     accumulator, batches = train_step.zero_accumulator(), make_batches(config, work)
 

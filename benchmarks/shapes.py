@@ -54,14 +54,16 @@ def make_train_step(
     num_blocks: int = 1,
     offload_moments: bool = False,
     head_chunk: int | None = None,
+    attention_kernel: str | None = None,
 ) -> TrainStep:
-    """A learner's programs on one device, with Adam; the default loss unless another is given."""
+    """A learner's programs on one device, with Adam; the default loss and kernel unless others are given."""
     settings = Learner(
         learning_rate=learning_rate,
         num_minibatches=num_minibatches,
         blocks=num_blocks,
         offload_moments=offload_moments,
         head_chunk_tokens=head_chunk or 0,
+        **({"attention_kernel": attention_kernel} if attention_kernel else {}),
     )
     return TrainStep(
         config,

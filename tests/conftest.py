@@ -38,6 +38,8 @@ def pytest_runtest_setup(item):
     compilation.optimise("optimised" in item.keywords or item.config.getoption("--long"))
     for mark in item.iter_markers("compiler"):
         compilers.require(*mark.args)
+    if "accelerator" in item.keywords and jax.default_backend() == "cpu":
+        pytest.skip("needs a GPU or a TPU: JAX_PLATFORMS= python -m pytest -m accelerator")
 
 
 @pytest.fixture(scope="module", autouse=True)
