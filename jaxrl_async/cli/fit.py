@@ -97,7 +97,7 @@ def model_config_of(settings: Settings):
     try:
         tokenizer = None if settings.model.path else CharTokenizer(settings.tokenizer.alphabet)
         config = parts.model_config_of(settings, tokenizer)
-        attention.check_windows(settings.learner.attention_kernel, config.windows)
+        attention.check_model(settings.learner.attention_kernel, config.windows, config.head_dim)
         blocks.check(settings.learner.blocks, config.num_layers)
         return config
     except (OSError, ValueError) as error:

@@ -466,17 +466,18 @@ def _of_lora(s: Settings) -> Iterator[str]:
 def _of_attention(s: Settings) -> Iterator[str]:
     learner, model, kernel = s.learner, s.model, s.learner.attention_kernel
     needs = f"learner.attention_kernel {kernel!r} needs"
-    if kernel == "cudnn" and model.dtype != "bfloat16":
+    of_gpu = kernel in ("cudnn", "mosaic_gpu", "triton")
+    if of_gpu and model.dtype != "bfloat16":
         yield f"{needs} model.dtype = 'bfloat16', got {model.dtype!r}"
     if kernel == "cudnn" and learner.context > 1:
         yield f"{needs} learner.context = 1, got {learner.context}"
     if kernel == "splash" and model.windows and not model.path:
         yield (
             "learner.attention_kernel 'splash' has no windows, and model.windows has one of "
-            f"{max(model.windows)} tokens: choose 'xla', or 'cudnn' on an NVIDIA GPU"
+            f"{max(model.windows)} tokens: choose 'xla', or another on an NVIDIA GPU"
         )
     part = learner.row_tokens // learner.context
-    if kernel == "splash" and part % 128:
+    if kernel in ("splash", "mosaic_gpu", "triton") and part % 128:
         yield f"{needs} learner.row_tokens / learner.context to be a multiple of 128, got {part}"
 
 

@@ -194,9 +194,12 @@ def check_plan(settings: Settings, target: Target) -> None:
         )
     if kernel == "splash" and target.chip.platform != "tpu":
         raise FitError(f"learner.attention_kernel 'splash' is a TPU's, and {target.name} has none")
-    if kernel == "cudnn":
+    if kernel in ("cudnn", "triton"):
+        builder = (
+            "the card's own library" if kernel == "cudnn" else "JAX for the card that it finds"
+        )
         raise FitError(
-            "learner.attention_kernel 'cudnn' is built by the card's own library: it cannot be compiled here; "
+            f"learner.attention_kernel {kernel!r} is built by {builder}: it cannot be compiled here; "
             "--config.learner.attention_kernel=xla shows the rest"
         )
 
@@ -223,7 +226,10 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
     mesh = mesh_of(learner, devices[: learner.num_devices])
-    train_step = parts.train_step_of(settings, config, mesh)
+    try:
+        train_step = parts.train_step_of(settings, config, mesh)
+    except ValueError as error:  # of a kernel on a target that it is not written for
+        raise FitError(f"{target.name}: {error}") from error
     plan = {
         "data": learner.data,
         "fsdp": learner.fsdp,

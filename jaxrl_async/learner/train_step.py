@@ -87,9 +87,10 @@ class TrainStep:
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, more blocks than
-            layers, or an attention kernel that the model's layers cannot use.
+            layers, or an attention kernel that does not fit the model's layers or the devices.
         """
-        attention.check_windows(learner.attention_kernel, config.windows)
+        attention.check_model(learner.attention_kernel, config.windows, config.head_dim)
+        attention.check_device(learner.attention_kernel, mesh.devices.flat[0])
         loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")

@@ -16,9 +16,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec
 
-from jaxrl_async.models import axes
+from jaxrl_async.models import axes, gpu_attention
 
-# The name in checkpoint policies of the results that the backward passes of "xla" and "splash" need.
+# The name in checkpoint policies of the results that all backward passes but that of "cudnn" need.
 ATTENDED = "attended"
 
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
@@ -46,7 +46,8 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array,
     """The attention of whole rows by one kernel. Kernels differ only in the values of padding, which are finite.
 
     Args:
-      kernel: "xla" anywhere | "cudnn" on an NVIDIA GPU, in bfloat16 | "splash" on a TPU, T a multiple of 128.
+      kernel: "xla" anywhere | "splash" on a TPU, T a multiple of 128 | on NVIDIA GPUs, in bfloat16: "cudnn", and with T
+        a multiple of 128 "mosaic_gpu" on Hopper and "triton" since Ampere.
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
       prefix_ids: int32 [B, T], as in `causal_mask`; None where no row shares a prompt, which spares "splash" a pass.
 
@@ -55,26 +56,43 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array,
       attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], ids) → [B, T, H, C].
     """
     ids = (segment_ids,) if prefix_ids is None else (segment_ids, prefix_ids)
-    return ids, {"xla": causal_attention, "cudnn": cudnn_attention, "splash": splash_attention}[
-        kernel
-    ]
+    return ids, {
+        "xla": causal_attention,
+        "cudnn": cudnn_attention,
+        "splash": splash_attention,
+        "mosaic_gpu": mosaic_gpu_attention,
+        "triton": triton_attention,
+    }[kernel]
 
 
-def check_windows(kernel: str, windows: Sequence[int]) -> None:
-    """Refuses a kernel that cannot attend within windows.
+def check_model(kernel: str, windows: Sequence[int], head_dim: int) -> None:
+    """Refuses a kernel that has no windows, or no heads of the model's size, or that is not installed.
 
     Args:
       kernel: as of `of_rows`.
       windows: of each layer, in tokens; () for none.
+      head_dim: C.
 
     Raises:
-      ValueError: names the kernel, the window and the others.
+      ValueError: names the kernel, the window or the size, and the remedy.
     """
+    if kernel in gpu_attention.CARDS:
+        gpu_attention.check_model(kernel, head_dim)
     if kernel == "splash" and windows:
         raise ValueError(
             f"attention_kernel 'splash' has no windows, and layers of the model have one of {max(windows)} tokens: "
-            "choose 'xla', or 'cudnn' on an NVIDIA GPU"
+            "choose 'xla', or another on an NVIDIA GPU"
         )
+
+
+def check_device(kernel: str, device: jax.Device) -> None:
+    """Refuses a kernel that is not written for a device of the learner.
+
+    Raises:
+      ValueError: names both.
+    """
+    if kernel in gpu_attention.CARDS:
+        gpu_attention.check_device(kernel, device)
 
 
 def in_window(ids, positions_BT, window):
@@ -196,11 +214,30 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     tokens = _tokens_of(*ids)
     if tokens.first is not None:
         raise ValueError("splash_attention has no windows")
-    mesh = jax.typeof(q_BTHC).sharding.mesh
-    if mesh.empty:
-        return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
-    # The compiler does not partition a kernel: each device runs it on its own rows, queries and heads.
-    return _on_each_device(_splash_of_device, q_BTHC, k_BTNC, v_BTNC, tokens)
+    return _by_kernel(_splash_of_device, q_BTHC, k_BTNC, v_BTNC, tokens)
+
+
+def mosaic_gpu_attention(q_BTHC, k_BTNC, v_BTNC, ids):
+    """`causal_attention` by tokamax's kernel for Hopper, in bfloat16. Segments are contiguous, T a multiple of 128."""
+    attend = functools.partial(_in_passes, _MOSAIC_GPU)
+    return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
+
+
+def triton_attention(q_BTHC, k_BTNC, v_BTNC, ids):
+    """`mosaic_gpu_attention` by tokamax's kernel in Triton, whose backward pass reads a mask of T × T bytes a row."""
+    attend = functools.partial(_in_passes, _TRITON)
+    return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
+
+
+# Those whose backward pass needs no second forward pass under remat.
+IN_PASSES = (splash_attention, mosaic_gpu_attention, triton_attention)
+
+
+def _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
+    """The compiler does not partition a kernel: each device runs it on its own rows, queries and heads."""
+    if jax.typeof(q_BTHC).sharding.mesh.empty:
+        return attend(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
+    return _on_each_device(attend, q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def _on_each_device(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
@@ -229,20 +266,28 @@ def _on_each_device(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
 def _splash_of_device(q_BTHC, k_BSNC, v_BSNC, queries: _Tokens, keys: _Tokens):
     q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
     q, k, v = (x.swapaxes(1, 2) for x in (q_BTHC, k_BSNC, v_BSNC))
-    return _splash(q, k, v, queries, keys).swapaxes(1, 2)
+    return _in_passes(_SPLASH, q, k, v, queries, keys).swapaxes(1, 2)
 
 
-@jax.custom_vjp
-def _splash(q_BHTC, k_BNSC, v_BNSC, queries, keys):
-    """Attention of scaled queries by the kernel, heads before tokens."""
-    return _forward_of_splash(q_BHTC, k_BNSC, v_BNSC, queries, keys)[0]
+class _Kernel(NamedTuple):
+    """A kernel whose queries see one segment, so that prefixes take a second pass."""
+
+    passes: Callable  # (queries, keys) → for each pass what its queries see
+    forward: Callable  # (q, k, v, seen) → attended, logarithm of the softmax's sum
+    backward: Callable  # (q, k, v, seen, attended, log_total, d_attended) → d_q, d_k, d_v
 
 
-def _forward_of_splash(q, k, v, queries, keys):
-    passes = [_for_target(_splash_forward, q, k, v, seen) for seen in _splash_passes(queries, keys)]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_passes(kernel: _Kernel, q, k, v, queries, keys):
+    """Attention in a kernel's layout; its passes are joined by the logarithms of their sums."""
+    return _forward_of_passes(kernel, q, k, v, queries, keys)[0]
+
+
+def _forward_of_passes(kernel: _Kernel, q, k, v, queries, keys):
+    passes = [kernel.forward(q, k, v, seen) for seen in kernel.passes(queries, keys)]
     attended, log_total = passes[0]
     if len(passes) == 2:
-        # Without a key the second sum is e to the power of the kernel's finite mask value, so its share is 0.
+        # Without a key the second sum is e to the power of a vast negative value, so its share is 0.
         log_total = jnp.logaddexp(*(of_pass for _, of_pass in passes))
         shares = (jnp.exp(of_pass - log_total)[..., None] for _, of_pass in passes)
         attended = sum(a * share for (a, _), share in zip(passes, shares, strict=True))
@@ -250,18 +295,18 @@ def _forward_of_splash(q, k, v, queries, keys):
     return kept[0], (q, k, v, queries, keys, *kept)
 
 
-def _backward_of_splash(residuals, d_attended):
+def _backward_of_passes(kernel: _Kernel, residuals, d_attended):
     """Given the joined result and sum, the kernel's backward pass returns each pass's part of the gradient."""
     q, k, v, queries, keys, attended, log_total = residuals
     parts = [
-        _for_target(_splash_backward, q, k, v, seen, attended, log_total, d_attended)
-        for seen in _splash_passes(queries, keys)
+        kernel.backward(q, k, v, seen, attended, log_total, d_attended)
+        for seen in kernel.passes(queries, keys)
     ]
     of_inputs = (functools.reduce(jnp.add, of_input) for of_input in zip(*parts, strict=True))
     return *of_inputs, None, None
 
 
-_splash.defvjp(_forward_of_splash, _backward_of_splash)
+_in_passes.defvjp(_forward_of_passes, _backward_of_passes)
 
 
 def _splash_passes(queries: _Tokens, keys: _Tokens):
@@ -308,6 +353,17 @@ def _splash_backward(q, k, v, seen, attended, log_total, d_attended, *, interpre
         return found[3:6]
 
     return jax.vmap(of_row)(q, k, v, ids, attended, log_total, d_attended)
+
+
+_SPLASH = _Kernel(
+    _splash_passes,
+    functools.partial(_for_target, _splash_forward),
+    functools.partial(_for_target, _splash_backward),
+)
+_MOSAIC_GPU = _Kernel(
+    gpu_attention.passes, gpu_attention.mosaic_forward, gpu_attention.mosaic_backward
+)
+_TRITON = _Kernel(gpu_attention.passes, gpu_attention.triton_forward, gpu_attention.triton_backward)
 
 
 def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):

@@ -151,8 +151,8 @@ class Transformer(nnx.Module):
         attended = policies.save_only_these_names(attention.ATTENDED)
         kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
         if self.config.remat:
-            # The kernel for TPUs would otherwise run twice forwards.
-            kept = attended if attend is attention.splash_attention else None
+            # A kernel would otherwise run twice forwards.
+            kept = attended if attend in attention.IN_PASSES else None
         # prevent_cse is not needed within a scan.
         remat = functools.partial(jax.checkpoint, policy=kept, prevent_cse=False)
         first, end = trained or (0, self.config.num_layers)

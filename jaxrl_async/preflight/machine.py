@@ -236,7 +236,7 @@ def _check_model(settings: Settings) -> None:
     from jaxrl_async.models import attention, hf
 
     config = parts.model_config_of(settings, None)
-    attention.check_windows(settings.learner.attention_kernel, config.windows)
+    attention.check_model(settings.learner.attention_kernel, config.windows, config.head_dim)
     blocks.check(settings.learner.blocks, config.num_layers)
     hf.check_files(parts.model_directory(settings), config)
 

@@ -716,10 +716,12 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     [
         (
             ["attention_kernel=flash"],
-            "attention_kernel .* xla, cudnn, splash.*'flash'",
+            "attention_kernel .* xla, cudnn, splash, mosaic_gpu, triton.*'flash'",
         ),
         (["attention_kernel=cudnn"], "'cudnn' .*model.dtype = 'bfloat16'.*'float32'"),
+        (["attention_kernel=triton"], "'triton' .*model.dtype = 'bfloat16'.*'float32'"),
         (["attention_kernel=splash"], "'splash' .*learner.row_tokens .*128.* 48"),
+        (["attention_kernel=mosaic_gpu"], "'mosaic_gpu' .*learner.row_tokens .*128.* 48"),
     ],
 )
 def test_an_attention_kernel_that_does_not_fit_the_run_is_refused(overrides, message):

@@ -1,0 +1,226 @@
+"""The kernels of GPUs. On a CPU: a plain stand-in, tokamax's Triton kernel interpreted, and the compiler for GPUs."""
+
+import contextlib
+import functools
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fixtures import compilers
+from jax.experimental import pallas, topologies
+
+from jaxrl_async.fit.targets import target_of
+from jaxrl_async.models import attention, gpu_attention, sharding
+
+_PROMPT, _SEGMENTS = 60, [[1, 2, 3, 0], [1, 2, 3, 4]]
+_LENGTHS = [_PROMPT, 70, 100, 26]
+
+
+def _rows(shared, window, num_blocks=1):
+    """ids of two rows of 256 tokens · num_blocks: three sequences and padding, four sequences."""
+    lengths = np.array(_LENGTHS) * num_blocks
+    segment_ids = np.repeat(_SEGMENTS, lengths, axis=1).astype(np.int32)
+    ids, position = (segment_ids,), np.concatenate([np.arange(n) for n in lengths])
+    if shared:
+        completions = segment_ids > 1
+        ids += (np.where(completions, 1, 0).astype(np.int32),)
+        position = np.where(completions, position + lengths[0], position)
+    position = np.broadcast_to(position, segment_ids.shape).astype(np.int32)
+    return attention.in_window(ids, position, np.int32(window)) if window else ids
+
+
+def _arrays(T, H, N, C, dtype):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=(2, T, heads, C)), dtype) for heads in (H, N, N, H)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _values_and_gradients(attend, q, k, v, d_attended, ids):
+    attended, of_attended = jax.vjp(lambda *qkv: attend(*qkv, ids), q, k, v)
+    return attended, *of_attended(d_attended)
+
+
+def _assert_equals_causal_attention(attend, arrays, ids, tolerance):
+    """Values, and gradients of queries, keys and values, beside float32; relative to the largest of each.
+
+    Not those of padding, which kernels need not share.
+    """
+    seen = (ids[0] != 0)[:, :, None, None]
+    arrays = [*arrays[:3], arrays[3] * seen]
+    with jax.numpy_rank_promotion("allow"):
+        found = _values_and_gradients(attend, *arrays, ids)
+    arrays = [x.astype(jnp.float32) for x in arrays]
+    with jax.default_matmul_precision("highest"):
+        expected = _values_and_gradients(attention.causal_attention, *arrays, ids)
+    assert np.isfinite(np.asarray(found[0], np.float32)).all()
+    for a, b in zip(
+        (found[0] * seen, *found[1:]), (expected[0] * seen, *expected[1:]), strict=True
+    ):
+        a, b = np.asarray(a, np.float32), np.asarray(b)
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0)
+
+
+def _weights(q, k, seen, log_total=None):
+    start, end = seen
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    scores = jnp.einsum("bthc,bshc->bths", q, k) * q.shape[-1] ** -0.5
+    key = jnp.arange(k.shape[1])[None, None]
+    end = jnp.arange(q.shape[1])[None] + 1 if end is None else end
+    allowed = (key >= start[..., None]) & (key < end[..., None])
+    scores = jnp.where(allowed[:, :, None], scores, -jnp.inf)
+    if log_total is None:
+        log_total = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.where(allowed[:, :, None], jnp.exp(scores - log_total[..., None]), 0), log_total
+
+
+def _forward(q, k, v, seen):
+    """A kernel's forward pass, plainly."""
+    weights, log_total = _weights(q, k, seen)
+    v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
+    return jnp.einsum("bths,bshc->bthc", weights, v), log_total
+
+
+def _backward(q, k, v, seen, attended, log_total, d_attended):
+    group, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
+    weights, _ = _weights(q, k, seen, log_total)
+    inner = jnp.sum(attended * d_attended, axis=-1, keepdims=True)
+    d_weights = jnp.einsum("bthc,bshc->bths", d_attended, jnp.repeat(v, group, axis=2))
+    d_scores = weights * (d_weights - inner) * scale
+
+    def of_keys(equation, *args):
+        x = jnp.einsum(equation, *args)
+        return x.reshape(*k.shape[:3], group, -1).sum(axis=3)
+
+    return (
+        jnp.einsum("bths,bshc->bthc", d_scores, jnp.repeat(k, group, axis=2)),
+        of_keys("bths,bthc->bshc", d_scores, q),
+        of_keys("bths,bthc->bshc", weights, d_attended),
+    )
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """`mosaic_gpu` with the stand-in in the place of tokamax's kernel."""
+    kernel = attention._Kernel(gpu_attention.passes, _forward, _backward)
+    monkeypatch.setattr(attention, "_MOSAIC_GPU", kernel)
+    return attention.mosaic_gpu_attention
+
+
+@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("shared", [False, True])
+def test_ranges_of_keys_and_joined_passes_equal_causal_attention(plain, shared, window):
+    ids = _rows(shared, window)
+    _assert_equals_causal_attention(plain, _arrays(256, 4, 2, 8, jnp.float32), ids, 1e-5)
+
+
+def test_each_device_of_a_mesh_attends_to_whole_rows(plain):
+    mesh = sharding.make_mesh(2, 1, 2, devices=jax.devices()[:4])
+    place = functools.partial(jax.sharding.NamedSharding, mesh)
+    heads = jax.sharding.PartitionSpec(("data", "fsdp"), "context", "tensor")
+    arrays = jax.device_put(_arrays(256, 4, 2, 8, jnp.float32), place(heads))
+    columns = jax.sharding.PartitionSpec(("data", "fsdp"), "context")
+    ids = jax.device_put(_rows(True, 50), place(columns))
+    _assert_equals_causal_attention(plain, arrays, ids, 1e-5)
+
+
+def test_heads_of_another_size_and_a_machine_without_tokamax_are_refused(monkeypatch):
+    for head_dim in (72, 512):
+        with pytest.raises(ValueError, match=f"'triton' .*16 of at most 256.* {head_dim}: .*'xla'"):
+            attention.check_model("triton", (), head_dim)
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+    with pytest.raises(ValueError, match=r"tokamax.* not installed: pip .*jaxrl_async\[gpu\]"):
+        attention.check_model("mosaic_gpu", (), 128)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "capability", "message"),
+    [
+        ("mosaic_gpu", "8.0", "'mosaic_gpu' is written for Hopper, .* runs on a card: .*'xla'"),
+        ("mosaic_gpu", "10.0", "'mosaic_gpu' is written for Hopper"),
+        ("triton", "7.5", "'triton' is written for NVIDIA GPUs since Ampere"),
+        ("mosaic_gpu", "9.0", None),
+        ("triton", "8.6", None),
+    ],
+)
+def test_a_card_that_a_kernel_is_not_written_for_is_refused(kernel, capability, message):
+    card = SimpleNamespace(platform="gpu", device_kind="a card", compute_capability=capability)
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        attention.check_device(kernel, card)
+    with pytest.raises(ValueError, match=f"'{kernel}' .* runs on cpu"):
+        attention.check_device(kernel, jax.devices()[0])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """tokamax's kernels in Triton, run by JAX's interpreter, which takes a program's ids before any loop alone."""
+    pytest.importorskip("tokamax", reason="no tokamax here: pip install jaxrl_async[gpu]")
+    pallas_call, program_id = pallas.pallas_call, pallas.program_id
+
+    def interpret(kernel, *args, grid_spec, compiler_params, **kwargs):
+        def with_ids(*refs):
+            own = {axis: program_id(axis) for axis in range(len(grid_spec.grid))}
+            monkeypatch.setattr(
+                pallas, "program_id", lambda axis: own[axis] if axis in own else program_id(axis)
+            )
+            found = kernel(*refs)
+            monkeypatch.setattr(pallas, "program_id", program_id)
+            return found
+
+        return pallas_call(with_ids, *args, grid_spec=grid_spec, interpret=True, **kwargs)
+
+    monkeypatch.setattr(pallas, "pallas_call", interpret)
+
+
+@pytest.mark.parametrize(("shared", "window"), [(False, 0), (True, 50)])
+def test_the_triton_kernel_interpreted_equals_causal_attention(interpreted, shared, window):
+    arrays = _arrays(256, 4, 2, 32, jnp.bfloat16)
+    ids = _rows(shared, window)
+    _assert_equals_causal_attention(attention.triton_attention, arrays, ids, 0.015)
+
+
+@pytest.mark.long
+@compilers.needs("cuda")
+@pytest.mark.parametrize(("H", "N", "C"), [(12, 2, 128), (16, 8, 64), (4, 1, 256)])
+def test_the_gpu_compiler_gets_kernels_that_move_no_block_of_scores(H, N, C):
+    pytest.importorskip("tokamax", reason="no tokamax here: pip install jaxrl_async[gpu]")
+    topology = topologies.get_topology_desc(**target_of("h100-1").topology)
+    mesh = sharding.make_mesh(1, 1, 1, devices=list(topology.devices))
+    rows = sharding.batch_sharding(mesh)
+
+    def abstract(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+
+    B, T = 2, 4096
+    q, k, v = (abstract((B, T, heads, C), jnp.bfloat16) for heads in (H, N, N))
+    ids = abstract((B, T), jnp.int32)
+
+    def loss(q, k, v, segment_ids, prefix_ids, positions):
+        window = attention.in_window((segment_ids, prefix_ids), positions, np.int32(512))
+        return jnp.sum(attention.mosaic_gpu_attention(q, k, v, window).astype(jnp.float32))
+
+    with jax.numpy_rank_promotion("allow"):
+        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, ids, ids, ids)
+    program = lowered.compile()
+    # Forwards once and backwards twice, for each of two passes.
+    assert program.as_text().count('custom_call_target="mosaic_gpu') == 6
+    # Results of both passes and their join.
+    assert program.memory_analysis().temp_size_in_bytes < 4 * B * T * H * C * 2
+
+
+@pytest.mark.accelerator
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(("shared", "window"), [(False, 0), (True, 0), (False, 300), (True, 300)])
+@pytest.mark.parametrize(("H", "N", "C"), [(12, 2, 128), (16, 8, 128), (16, 8, 64)])
+@pytest.mark.parametrize("kernel", ["mosaic_gpu", "triton", "cudnn", "xla", "splash"])
+def test_a_kernel_on_its_card_equals_causal_attention_in_float32(kernel, H, N, C, shared, window):
+    device = jax.devices()[0]
+    if (kernel == "splash") != (device.platform == "tpu") and kernel != "xla":
+        pytest.skip(f"{kernel!r} is no kernel of {device.device_kind}")
+    if kernel == "splash" and window:
+        pytest.skip("'splash' has no windows")
+    arrays, ids = _arrays(1024, H, N, C, jnp.bfloat16), _rows(shared, window, num_blocks=4)
+    _assert_equals_causal_attention(attention.of_rows(kernel, ids[0])[1], arrays, ids, 0.015)
