@@ -21,7 +21,6 @@ import argparse
 import ast
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import pathlib
 import tempfile
@@ -263,8 +262,8 @@ def _change(word: str) -> tuple[str, Any]:
 
 
 HEADER = (
-    "| target | program | needs, GiB | arguments | temporary | FLOPs / model | predicted, s | kernels, s | "
-    "between devices, MiB | compiled in, s |\n" + "|---" * 10 + "|"
+    "| target | program | needs, GiB | arguments | temporary | FLOPs / model | cycles, s | kernels, s | waits, s | "
+    "predicted, s | of peak | between devices, MiB | compiled in, s |\n" + "|---" * 13 + "|"
 )
 
 
@@ -275,7 +274,10 @@ def rows(fit: programs.Fit) -> list[str]:
         sizes = (p.needed_bytes, p.argument_bytes, p.temporary_bytes)
         cells = [fit.target.name, p.name, *(f"{size / page.GIB:.2f}" for size in sizes)]
         cells += [f"{p.flops / p.model_flops:.2f}" if p.model_flops else "-"]
-        cells += [f"{secs:.3g}" if secs else "-" for secs in (p.secs, p.kernel_secs)]
+        cells += [f"{p.secs:.3g}" if p.secs else "-"]
+        spans = (p.kernel_secs, p.wait_secs, p.total_secs)
+        cells += [page.span(ends) if ends and any(ends) else "-" for ends in spans]
+        cells += [page.percent(p.peak_share) if p.peak_share else "-"]
         cells += [f"{sum(c.num_bytes for c in p.cost.collectives) / (1 << 20):.1f}"]
         found.append(f"| {' | '.join([*cells, f'{p.compile_secs:.0f}'])} |")
     return [*found, "", page.verdict(fit), ""]
@@ -320,8 +322,7 @@ def read_budgets(path: pathlib.Path = BUDGETS) -> dict[str, Any]:
 
 def compiler_of(target_name: str) -> str:
     """Name and version."""
-    package, _ = programs.COMPILERS[target_of(target_name).chip.platform]
-    return f"{package} {importlib.metadata.version(package)}, jax {jax.__version__}"
+    return programs.compiler_of(target_of(target_name))
 
 
 def write_budgets(path: pathlib.Path, target_names) -> None:

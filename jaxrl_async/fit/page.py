@@ -5,10 +5,14 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_async.fit.programs import KERNEL_SHARE, Fit, Program
+from jaxrl_async.fit.programs import Fit, Program, Range, Times
 
 GIB = 1 << 30
-LEFT_OUT = "custom kernels, transfers between devices, and loops of unknown length: they count once (≥, ≤)."
+PREDICTED = """Predicted times are the compiler's cycles, kernels, and waits for transfers, as a range.
+kernels: the larger of their FLOPs, of the blocks that the causal mask leaves, at the chip's peak, and of their bytes at
+its memory's bandwidth: an assumption, at full rate and at half of it.
+waits: of synchronous transfers all, of asynchronous ones what computation does not hide, by the published rates of the
+links, all of it and half of it. Latency is not counted. Loops of unknown length count once (≥, ≤)."""
 
 
 def text(fit: Fit) -> str:
@@ -23,20 +27,23 @@ def text(fit: Fit) -> str:
         "",
         f"{unit} a device:",
         f"{'program':12}{'arguments':>11}{'temporary':>11}{'others':>9}{'needs':>9}"
-        f"{'FLOPs':>11}{'/ model':>9}{'predicted':>12}{'kernels':>11}{'of peak':>9}",
+        f"{'FLOPs':>11}{'/ model':>9}{'cycles':>11}{'kernels':>16}{'waits':>16}{'predicted':>16}{'of peak':>10}",
     ]
     programs = fit.all_programs
     lines += [_line(program, divisor) for program in programs] + [""]
     for program in programs:
         lines += _transfers(program)
     if any(program.secs for program in programs):
-        lines += ["", "Predicted times are the compiler's cycles. They leave out", LEFT_OUT]
-    if any(program.kernel_flops for program in programs):
+        lines += ["", PREDICTED]
+    lines += [
+        f"{program.name}: no usable cycles of {', '.join(program.cost.saturated)}: they cost nothing here (≥)"
+        for program in programs
+        if program.cost.saturated
+    ]
+    if any(c.waits is None for program in programs for c in program.cost.collectives):
         lines += [
             "",
-            f"Times of kernels are those of their FLOPs, of the blocks that the causal mask leaves, at "
-            f"{KERNEL_SHARE:.0%} of the peak:",
-            "an assumption, not a measurement. Add them to the predicted ones to compare kernels.",
+            f"The rates of {fit.target.name}'s links are not published: transfers are not charged.",
         ]
     return "\n".join([*lines, "", verdict(fit)])
 
@@ -44,19 +51,44 @@ def text(fit: Fit) -> str:
 def _line(program: Program, divisor: int) -> str:
     sizes = (*_parts(program).values(), program.needed_bytes)
     ratio = f"{program.flops / program.model_flops:.2f}" if program.model_flops else "-"
-    # Loops whose length is not known count once, and kernels have no cycles: more is done, in more time.
+    # Loops of unknown length count once, and some things not at all: more is done, in more time.
     more = "≥" if program.cost.unknown_loops else ""
-    longer, less = ("≥", "≤") if more or program.kernel_flops else ("", "")
+    longer, less = (
+        ("≥", "≤") if more or program.cost.saturated or not_charged(program) else ("", "")
+    )
+    unhidden = "" if program.secs or not any(program.wait_secs) else "≤"
     return (
         f"{program.name:12}"
         + "".join(
             f"{size / divisor:>{w}.2f}" for size, w in zip(sizes, (11, 11, 9, 9), strict=True)
         )
         + f"{f'{more}{program.flops:.3g}':>11}{more + ratio if program.model_flops else ratio:>9}"
-        + f"{f'{longer}{program.secs:.3g} s' if program.secs else '-':>12}"
-        + f"{f'+{program.kernel_secs:.3g} s' if program.kernel_flops else '-':>11}"
-        + f"{f'{less}{program.peak_share:.0%}' if program.peak_share else '-':>9}"
+        + f"{f'{longer}{program.secs:.3g} s' if program.secs else '-':>11}"
+        + f"{_secs(program.kernel_secs):>16}{unhidden + _secs(program.wait_secs):>16}"
+        + f"{longer + _secs(program.total_secs) if program.total_secs else '-':>16}"
+        + f"{less + percent(program.peak_share) if program.peak_share else '-':>10}"
     )
+
+
+def not_charged(times: Times) -> bool:
+    """Whether transfers between devices are left out of the predicted time."""
+    return any(c.waits is None for c in times.cost.collectives)
+
+
+def span(ends: Range) -> str:
+    """A range of seconds in three digits."""
+    low, high = (f"{end:.3g}" for end in ends)
+    return low if low == high else f"{low}–{high}"
+
+
+def percent(ends: Range) -> str:
+    """A range of shares, the smaller first."""
+    high, low = (f"{end * 100:.0f}" for end in ends)
+    return f"{low}%" if low == high else f"{low}–{high}%"
+
+
+def _secs(ends: Range) -> str:
+    return f"{span(ends)} s" if any(ends) else "-"
 
 
 def _parts(program: Program) -> dict[str, int]:
@@ -111,7 +143,7 @@ def verdict(fit: Fit) -> str:
 def _transfers(program: Program) -> list[str]:
     lines = [
         f"{program.name:12}{c.count:>4} {c.kind:19}{c.num_bytes / (1 << 20):>9.1f} MiB, the largest "
-        f"{c.largest_bytes / (1 << 20):.1f}, {'asynchronous' if c.asynchronous else 'SYNCHRONOUS'}"
+        f"{c.largest_bytes / (1 << 20):.1f}, {'asynchronous' if c.asynchronous else 'SYNCHRONOUS'}{_waits(c, program)}"
         for c in program.cost.collectives
     ]
     if program.cost.kernels:
@@ -121,11 +153,20 @@ def _transfers(program: Program) -> list[str]:
     return lines
 
 
+def _waits(collective, program: Program) -> str:
+    if collective.waits is None:
+        return ", not charged"
+    if program.secs or not collective.asynchronous:
+        return f", waits {span(collective.waits)} s"
+    return f", {span(collective.waits)} s if nothing hides them"
+
+
 def to_json(fit: Fit) -> dict[str, Any]:
     """All figures of a fit."""
     engine = fit.engine
     return {
         "target": fit.target.name,
+        "compiler": fit.compiler,
         "devices": fit.target.num_devices,
         "memory_bytes": fit.target.chip.memory_bytes,
         "plan": dict(fit.plan),
@@ -137,7 +178,8 @@ def to_json(fit: Fit) -> dict[str, Any]:
 
 
 def _figures(programs: Sequence[Program]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(p) | {"needed_bytes": p.needed_bytes} for p in programs]
+    derived = ("needed_bytes", "wait_secs", "total_secs", "peak_share")
+    return [dataclasses.asdict(p) | {name: getattr(p, name) for name in derived} for p in programs]
 
 
 def to_html(fit: Fit) -> str:

@@ -1,6 +1,7 @@
 """Other plans for the same run: what would make it fit, and which fits best. Every one is compiled, none guessed."""
 
 import dataclasses
+import statistics
 from collections.abc import Iterator
 
 from jaxrl_async.config.settings import Settings
@@ -79,12 +80,12 @@ def search(
 
 
 def cost(fit: Fit) -> tuple[float, ...]:
-    """Seconds, FLOPs and bytes between devices for a token. The seconds are predicted, those of kernels assumed; they
-    are 0 where the compiler estimates none."""
+    """Seconds, FLOPs and bytes between devices for a token. The seconds are the middle of what is predicted; they are 0
+    where the compiler estimates none."""
     program = next(p for p in fit.programs if p.name == "accumulate")
     tokens = fit.plan["microbatch_rows"] * fit.plan["row_tokens"]
     num_bytes = sum(c.num_bytes for c in program.cost.collectives)
-    secs = program.secs + program.kernel_secs if program.secs else 0.0
+    secs = statistics.fmean(program.total_secs) if program.total_secs else 0.0
     return (secs / tokens, program.flops / tokens, num_bytes / tokens)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.fit import flops, hlo
+from jaxrl_async.fit import flops, hlo, links
 from jaxrl_async.fit.targets import Target
 from jaxrl_async.inference import programs as inference
 from jaxrl_async.learner.packing import Packer
@@ -32,8 +32,6 @@ _WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Of the chip's peak, at which kernels are assumed to run: no compiler estimates their time.
-KERNEL_SHARE = 0.5
 COMPILERS = {"tpu": ("libtpu", "fit-tpu"), "cuda": ("jax-cuda13-plugin", "fit-gpu")}
 
 
@@ -41,8 +39,43 @@ class FitError(ValueError):
     """Programs that cannot be compiled for a target; the message names the setting or what to install."""
 
 
+Range = tuple[float, float]  # with links, kernels and the kernels' memory at full rate, and at half
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """Predicted seconds of one run on one device."""
+
+    cost: hlo.Cost  # its collectives with the waits for them
+    secs: float  # of fusions and copies alone, by the compiler's cycles; 0 where it estimates none
+    ideal_secs: float  # of the FLOPs that the model needs, at the device's peak
+    kernel_flops: float = 0.0  # of custom kernels, on all devices
+    kernel_secs: Range = (0.0, 0.0)  # of these FLOPs, or of the kernels' bytes: an assumption
+
+    @property
+    def wait_secs(self) -> Range:
+        """That computation waits for transfers; 0 where the target's links are not published."""
+        waits = [c.waits for c in self.cost.collectives if c.waits]
+        return sum(fast for fast, _ in waits), sum(slow for _, slow in waits)
+
+    @property
+    def total_secs(self) -> Range | None:
+        """All that is predicted; None where the compiler estimates no cycles."""
+        if not self.secs:
+            return None
+        ends = zip(self.kernel_secs, self.wait_secs, strict=True)
+        return tuple(self.secs + kernels + waits for kernels, waits in ends)
+
+    @property
+    def peak_share(self) -> Range | None:
+        """The model's FLOPs beside the device's peak in that time, at full rate and at half."""
+        if not self.total_secs or not self.ideal_secs:
+            return None
+        return tuple(self.ideal_secs / secs for secs in self.total_secs)
+
+
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Times):
     """One compiled program. Bytes and seconds are of one device."""
 
     name: str
@@ -53,13 +86,8 @@ class Program:
     resident_bytes: int
     flops: float  # of products
     model_flops: float  # that the model needs for the same tokens
-    cost: hlo.Cost
-    secs: float  # predicted, of fusions and copies alone; 0 where the compiler estimates no cycles
-    peak_share: float  # model_flops over those of the device's peak in secs; 0 without secs
     compile_secs: float
     aliased_bytes: int = 0  # of arguments that results overwrite in place
-    kernel_flops: float = 0.0  # of custom kernels, among `flops`
-    kernel_secs: float = 0.0  # of these FLOPs at KERNEL_SHARE of the peak: an assumption
 
     @property
     def needed_bytes(self) -> int:
@@ -94,6 +122,7 @@ class Fit:
     plan: Mapping[str, Any]  # the settings that a search changes
     programs: tuple[Program, ...]  # the learner's
     error: str = ""  # of the compiler, where it gave up
+    compiler: str = ""  # name and version
     engine: Engine | None = None  # of a run that starts embedded servers
 
     @property
@@ -150,6 +179,12 @@ class Fit:
 
 def _most(programs: tuple[Program, ...]) -> int:
     return max((program.needed_bytes for program in programs), default=0)
+
+
+def compiler_of(target: Target) -> str:
+    """Name and version of the compiler, and of JAX."""
+    package, _ = COMPILERS[target.chip.platform]
+    return f"{package} {importlib.metadata.version(package)}, jax {jax.__version__}"
 
 
 def check_compiler(target: Target) -> None:
@@ -221,6 +256,24 @@ def devices_of(target: Target) -> list:
         raise FitError(f"the compiler of {target.name} does not start: {error}") from error
 
 
+def network_of(target: Target, devices, partitions) -> links.Network | None:
+    """What links the devices of a program; None of a single one, and where the rates are not published.
+
+    Args:
+      devices: all of the target's.
+      partitions: those of the program, in its order.
+    """
+    if len(partitions) < 2 or not target.chip.link_bandwidth:
+        return None
+    if target.chip.platform == "cuda":  # Each host is a process.
+        return links.Network(target.chip, (), tuple(d.process_index for d in partitions))
+    slices = tuple(getattr(d, "slice_index", None) or 0 for d in partitions)
+    shape = tuple(1 + max(places) for places in zip(*(d.coords for d in devices), strict=True))
+    rank = len(shape) - (shape[-1] == 1)
+    coords = tuple(tuple(d.coords[:rank]) for d in partitions)
+    return links.Network(target.chip, coords, slices, shape[:rank])
+
+
 def compile_run(settings: Settings, config: ModelConfig, target: Target, devices) -> Fit:
     """Compiles the learner's programs for a target's `devices`; its mesh has all of them, less server.devices."""
     learner = dataclasses.replace(settings.learner, num_processes=1)
@@ -252,6 +305,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
     batch = Packer(learner).padding()
+    network = network_of(target, devices, list(mesh.devices.flat))
     for name, traced in train_step.trace(batch).items():
         resident = opt_bytes if name != "update" else base_bytes
         if settings.loss.needs_reference and name != "accumulate":
@@ -263,12 +317,12 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
             rows, tokens = learner.microbatch_rows, learner.row_tokens
             model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
         elsewhere = host_bytes if name == "update" else 0
-        measured = (traced, model, target, learner.num_devices, resident, elsewhere)
+        measured = (traced, model, target, network, learner.num_devices, resident, elsewhere)
         try:
             found.append(_compile(name, *measured))
         except FitError as error:
-            return Fit(target, plan, tuple(found), str(error))
-    return Fit(target, plan, tuple(found))
+            return Fit(target, plan, tuple(found), str(error), compiler_of(target))
+    return Fit(target, plan, tuple(found), compiler=compiler_of(target))
 
 
 def has_engine(settings: Settings) -> bool:
@@ -302,7 +356,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     for name, (trace, model) in programs.items():
         try:
             # A new version is loaded while the one before it still answers.
-            found.append(_compile(name, trace(), model, target, 1, version))
+            found.append(_compile(name, trace(), model, target, None, 1, version))
         except FitError as refused:
             error = str(refused)
             break
@@ -320,7 +374,43 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     )
 
 
-def _compile(name, traced, model_flops, target, num_devices, resident, host_bytes=0) -> Program:
+def times_of(
+    text: str,
+    target: Target,
+    network: links.Network | None,
+    *,
+    num_devices: int,
+    model_flops: float,
+    kernel_flops: float,
+) -> Times:
+    """The predicted times of a compiled module's text. FLOPs are those of all devices."""
+    chip, schedule = target.chip, hlo.schedule_of(text)
+    cost = hlo.cost_of(schedule)
+    moved_secs = cost.kernel_bytes / chip.bandwidth
+    peak_secs = max(kernel_flops / num_devices / chip.peak_flops, moved_secs)
+    kernel_secs = tuple(peak_secs / share for share in links.SHARES)
+    if network:
+        ends = [
+            links.waits_of(schedule, network, chip.clock_hz, secs / max(1, cost.kernels), share)
+            for secs, share in zip(kernel_secs, links.SHARES, strict=True)
+        ]
+        charged = [
+            dataclasses.replace(c, waits=tuple(end[c.kind, c.asynchronous] for end in ends))
+            for c in cost.collectives
+        ]
+        cost = dataclasses.replace(cost, collectives=tuple(charged))
+    return Times(
+        cost=cost,
+        secs=cost.cycles / chip.clock_hz if chip.clock_hz else 0.0,
+        ideal_secs=model_flops / num_devices / chip.peak_flops,
+        kernel_flops=kernel_flops,
+        kernel_secs=kernel_secs,
+    )
+
+
+def _compile(
+    name, traced, model_flops, target, network, num_devices, resident, host_bytes=0
+) -> Program:
     """Raises FitError where the compiler gives up."""
     start = time.monotonic()
     try:
@@ -328,12 +418,17 @@ def _compile(name, traced, model_flops, target, num_devices, resident, host_byte
     except Exception as error:  # RESOURCE_EXHAUSTED, and what else a compiler refuses
         raise FitError(f"{name}: {_short(error)}") from error
     compile_secs = time.monotonic() - start
-    memory, cost = compiled.memory_analysis(), hlo.read(compiled.as_text())
+    memory = compiled.memory_analysis()
     arguments = memory.argument_size_in_bytes - host_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    clock, peak = target.chip.clock_hz, target.chip.peak_flops
-    secs = cost.cycles / clock if clock else 0.0
-    of_kernels = flops.of_jaxpr(traced.jaxpr, kernels_alone=True)
+    times = times_of(
+        compiled.as_text(),
+        target,
+        network,
+        num_devices=num_devices,
+        model_flops=model_flops,
+        kernel_flops=flops.of_jaxpr(traced.jaxpr, kernels_alone=True),
+    )
     return Program(
         name=name,
         argument_bytes=arguments,
@@ -342,13 +437,9 @@ def _compile(name, traced, model_flops, target, num_devices, resident, host_byte
         resident_bytes=resident,
         flops=flops.of_jaxpr(traced.jaxpr),
         model_flops=model_flops,
-        cost=cost,
-        secs=secs,
-        peak_share=model_flops / num_devices / peak / secs if secs else 0.0,
         compile_secs=compile_secs,
         aliased_bytes=memory.alias_size_in_bytes - host_bytes,
-        kernel_flops=of_kernels,
-        kernel_secs=of_kernels / num_devices / (KERNEL_SHARE * peak),
+        **vars(times),
     )
 
 

@@ -2,7 +2,11 @@
 
 A table of published facts; imports no JAX. Memory and rates are of one device.
 
-Sources: cloud.google.com/tpu/docs (v5e, v5p, v6e), NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200 SXM.
+Sources: docs.cloud.google.com/tpu/docs (v5e, v5p, v6e), NVIDIA's data sheets of the A100 80GB SXM, H100 SXM, H200 SXM.
+Links: these pages give a v5e, v5p and v6e 400, 1,200 and 800 GB/s, both ways together, over 4, 6 and 4 ports, and to a
+network 6.4 Tb/s for 256 chips, 50 Gb/s a chip, 25.6 Tb/s for 256. The data sheets give an A100 and an H100 600 and 900
+GB/s of NVLink, both ways together; a DGX has an adapter of 200 or 400 Gb/s for each. An axis of 16 chips is a ring, and
+on v5p all of whole cubes of 4 × 4 × 4 ("How to Scale Your Model", Austin et al. 2025, chapter 2; the page of v5p).
 """
 
 import dataclasses
@@ -26,6 +30,10 @@ class Chip:
     clock_hz: float  # of the cycles that the TPU's compiler estimates; 0 where it estimates none
     description: str = ""  # a GpuTargetConfigProto in text
     bandwidth: float = 0.0  # of its memory, bytes per second
+    # Bytes per second one way, 0 where not published: from a TPU to a neighbour, from a GPU to all others of its host
+    link_bandwidth: float = 0.0
+    network_bandwidth: float = 0.0  # the same to other slices or hosts
+    ring: int = 0  # chips of an axis of the torus, from which on its ends are linked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +47,10 @@ class Target:
 
 
 def _gpu(
-    memory: int, peak_flops: float, bandwidth: float, parts: tuple[int, int, float, int, int]
+    memory: int, flops: float, rates: tuple[float, ...], parts: tuple[int, int, float, int, int]
 ) -> Chip:
-    """A GPU; parts: the major compute capability, cores, GHz, bytes of the second cache, shared memory of a core."""
+    """A GPU; rates: bytes per second of memory, links and network; parts: the major compute capability, cores, GHz,
+    bytes of the second cache, shared memory of a core."""
     major, cores, clock_ghz, l2, shared = parts
     description = f"""
 platform_name: "CUDA"
@@ -49,7 +58,7 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: 0 }}
   core_count: {cores}
   clock_rate_ghz: {clock_ghz}
-  memory_bandwidth: {bandwidth:.0f}
+  memory_bandwidth: {rates[0]:.0f}
   device_memory_size: {memory}
   l2_cache_size: {l2}
   shared_memory_per_block: 49152
@@ -67,18 +76,18 @@ gpu_device_info {{
 }}
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
-    return Chip("cuda", memory, peak_flops, 0.0, description, bandwidth)
+    return Chip("cuda", memory, flops, 0.0, description, *rates)
 
 
 _GIB = 1 << 30
 # The clock of a TPU is not published: 4096³ products in bfloat16 reach 97 % of the peak at these.
 CHIPS = {
-    "v5e": Chip("tpu", 16 * _GIB, 197e12, 1.5e9, bandwidth=819e9),
-    "v5p": Chip("tpu", 95 * _GIB, 459e12, 1.75e9, bandwidth=2.765e12),
-    "v6e": Chip("tpu", 32 * _GIB, 918e12, 1.75e9, bandwidth=1.64e12),
-    "a100": _gpu(80 * 10**9, 312e12, 2.039e12, (8, 108, 1.41, 40 << 20, 167_936)),
-    "h100": _gpu(80 * 10**9, 989e12, 3.35e12, (9, 132, 1.98, 50 << 20, 233_472)),
-    "h200": _gpu(141 * 10**9, 989e12, 4.8e12, (9, 132, 1.98, 50 << 20, 233_472)),
+    "v5e": Chip("tpu", 16 * _GIB, 197e12, 1.5e9, "", 819e9, 50e9, 3.125e9, ring=16),
+    "v5p": Chip("tpu", 95 * _GIB, 459e12, 1.75e9, "", 2.765e12, 100e9, 6.25e9, ring=4),
+    "v6e": Chip("tpu", 32 * _GIB, 918e12, 1.75e9, "", 1.64e12, 100e9, 12.5e9, ring=16),
+    "a100": _gpu(80 * 10**9, 312e12, (2.039e12, 300e9, 25e9), (8, 108, 1.41, 40 << 20, 167_936)),
+    "h100": _gpu(80 * 10**9, 989e12, (3.35e12, 450e9, 50e9), (9, 132, 1.98, 50 << 20, 233_472)),
+    "h200": _gpu(141 * 10**9, 989e12, (4.8e12, 450e9, 50e9), (9, 132, 1.98, 50 << 20, 233_472)),
 }
 # Chips of a slice → its shape. A v5p's name counts cores, of which a chip has two.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

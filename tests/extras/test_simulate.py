@@ -608,6 +608,15 @@ def test_the_learners_times_may_be_those_of_a_fit(tmp_path, capsys):
     assert plan["token_secs"] == (2.0 + 0.4) / 400 and plan["step_secs"] == 1.0
     assert main.main([*words, "--step_secs=7", f"--out={tmp_path / 'o'}"]) == 0
     assert json.loads((tmp_path / "o").read_text())["plan"]["step_secs"] == 7.0
+    assert "is of an earlier version: transfers cost nothing in it" in capsys.readouterr().err
+    found = json.loads((tmp_path / "f").read_text())
+    for program in found["programs"]:
+        program["total_secs"] = [program["secs"], program["secs"] + 0.25]
+    (tmp_path / "f").write_text(json.dumps(found))
+    assert main.main([*words, f"--out={tmp_path / 'o'}"]) == 0
+    plan = json.loads((tmp_path / "o").read_text())["plan"]
+    assert plan["token_secs"] == (2.0 + 0.25) / 400 and plan["step_secs"] == 2 * (0.5 + 0.125)
+    assert "earlier version" not in capsys.readouterr().err
     fit_file(tmp_path / "f", 0.0)
     assert main.main(words) == 2
     assert "predicts no times" in capsys.readouterr().err

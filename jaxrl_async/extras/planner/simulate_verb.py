@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import pathlib
+import statistics
+import sys
 from typing import Any
 
 import numpy as np
@@ -272,14 +274,16 @@ def _sizes_of(settings: Settings, servers: str) -> dict[str, Any]:
 def _times_of_fit(path: pathlib.Path) -> dict[str, float]:
     """The learner's times as a compiler predicts them: of each token of a full microbatch, and of a step's updates.
 
-    Kernels, which it predicts no time of, take what the verb fit assumes.
+    Of the verb's range the middle counts. A file of an earlier version has no transfers: it says so, and is read.
     """
     try:
         found = json.loads(path.read_text("utf-8"))
-        programs = {
-            program["name"]: program["secs"] and program["secs"] + program.get("kernel_secs", 0.0)
-            for program in found["programs"]
-        }
+        programs = {program["name"]: _secs_of_fit(program) for program in found["programs"]}
+        if not all("total_secs" in program for program in found["programs"]):
+            print(
+                f"--fit={path} is of an earlier version: transfers cost nothing in it",
+                file=sys.stderr,
+            )
         plan = found["plan"]
         tokens = plan["microbatch_rows"] * plan["row_tokens"]
         of_tokens = sum(secs for name, secs in programs.items() if name != "update")
@@ -295,6 +299,12 @@ def _times_of_fit(path: pathlib.Path) -> dict[str, float]:
             "--token_secs and --step_secs"
         )
     return times
+
+
+def _secs_of_fit(program: dict[str, Any]) -> float:
+    if "total_secs" not in program:  # of an earlier version, with one number for its kernels
+        return program["secs"] and program["secs"] + program.get("kernel_secs", 0.0)
+    return statistics.fmean(program["total_secs"] or [0.0])
 
 
 def _word(name: str, flags: Any, given: dict[str, Any]) -> str:

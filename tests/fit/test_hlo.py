@@ -1,0 +1,77 @@
+"""The text of scheduled modules: groups of devices, and what starts and ends in which order."""
+
+import pytest
+
+from jaxrl_async.fit import hlo
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{}", ((0, 1, 2, 3),)),
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+        ("mesh['a'=4,'b'=1] {'a':(1)2}", ()),
+    ],
+)
+def test_groups_of_devices_in_every_form(text, groups):
+    assert hlo.groups_of(text, 4) == groups
+
+
+TEXT = """
+HloModule jit_f, is_scheduled=true, num_partitions=4
+
+%fused (p: f32[4]) -> f32[4] {
+  %g = bf16[8,32]{1,0} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4], dimensions={0}
+  ROOT %c = (bf16[4,32]{1,0}, bf16[8,32]{1,0}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion.1 (p: f32[4]) -> f32[4] {
+  %again = bf16[8,32]{1,0} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4]
+}
+
+%ended (p: f32[4]) -> f32[4] {
+  %last = bf16[8,32]{1,0} all-gather(%p), channel_id=7, replica_groups=[2,2]<=[4]
+  ROOT %c = bf16[8,32]{1,0} custom-call(%last), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %s = (bf16[4,32], bf16[8,32]) fusion(%a), calls=%fused
+  %f = f32[4]{0} fusion(%s), calls=%async_collective_fusion.1, backend_config={"estimated_cycles":"100"}
+  %scatter.5 = f32[4]{0} fusion(%f), calls=%x, backend_config={"estimated_cycles":"9223372036854775807"}
+  %d = bf16[8,32] fusion(%f), calls=%ended
+  %ps = (f32[4]{0}, f32[4]{0}, u32[]{:S(2)}) collective-permute-start(%a), source_target_pairs={{0,1},{1,0}}
+  %k = (bf16[2,8]{1,0}, f32[4]{0}) custom-call(%a, %d), custom_call_target="tpu_custom_call", KERNEL
+  %pd = f32[4]{0} collective-permute-done(%ps)
+  %rs = f32[2]{0} reduce-scatter(%a), channel_id=3, replica_groups={{0,1,2,3}}, to_apply=%add
+  %gs = ((f32[2]{0}, f32[4]{0}), (f32[4]{0}, f32[8]{0})) all-gather-start(%a, %b), replica_groups={{0,1},{2,3}}
+  ROOT %gd = (f32[4]{0}, f32[8]{0}) all-gather-done(%gs)
+}
+""".replace("KERNEL", "operand_layout_constraints={bf16[2,8]{1,0}, s32[8]{0}}, x={}")
+
+
+def test_a_schedule_is_in_the_order_of_the_text():
+    pairs = ((0, 1), (2, 3))
+    assert hlo.schedule_of(TEXT) == (
+        hlo.Transfer("all-gather", 8 * 32 * 2, pairs, "channel_id=7", True),
+        hlo.Compute(100.0),
+        hlo.Compute(saturated="scatter.5"),
+        hlo.Done("channel_id=7"),
+        hlo.Transfer("collective-permute", 4 * 4, ((0, 1), (1, 0)), "ps", True),
+        hlo.Compute(kernels=1, kernel_bytes=2 * 8 * 2 + 4 * 4 + 2 * 8 * 2 + 8 * 4),
+        hlo.Done("ps"),
+        hlo.Transfer("reduce-scatter", 4 * 2 * 4, ((0, 1, 2, 3),)),  # of what is reduced
+        hlo.Transfer("all-gather", (4 + 8) * 4, pairs, "gs", True),  # of both results
+        hlo.Done("gs"),
+    )
+
+
+def test_saturated_cycles_count_as_none_and_are_named():
+    cost = hlo.read(TEXT)
+    assert cost.cycles == 100 and cost.saturated == ("scatter.5",)
+    assert cost.kernels == 1 and cost.kernel_bytes == 112
