@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("constant", "linear", "cosine")  # learner.optimizer.learning_rate
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")  # learner.optimizer.make_optimizer
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
-ATTENTION_KERNELS = ("xla", "cudnn", "splash", "mosaic_gpu", "triton")  # models.attention.of_rows
+ATTENTION_KERNELS = ("auto", "xla", "cudnn", "splash", "mosaic_gpu", "triton")  # models.attention.of_rows
 FAMILIES = ("llama", "gemma3")  # models.families
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # models.lora.LAYERS
 TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # publishing.transports
@@ -297,8 +297,9 @@ class Learner:
     row_tokens: int = setting(4096, "Tokens of one packed row.", at_least=1)
     packing: str = setting("in_order", "Packing of samples into rows (learner/packing.py).", choices=PACKINGS)
     shared_prompts: bool = setting(False, "Store a prompt once before the completions of its group.")
-    attention_kernel: str = setting("xla", "Attention kernel: for any device (`xla`), for TPUs (`splash`), or for "
-        "NVIDIA GPUs and bfloat16: `cudnn`, and tokamax's `mosaic_gpu` for Hopper and `triton` since Ampere.",
+    attention_kernel: str = setting("auto", "Attention kernel: for any device (`xla`), for TPUs (`splash`), or for "
+        "NVIDIA GPUs and bfloat16: `cudnn`, and tokamax's `mosaic_gpu` for Hopper and `triton` since Ampere. `auto` "
+        "takes the best that fits device, model and rows, of all but `cudnn`.",
         choices=ATTENTION_KERNELS)
     head_chunk_tokens: int = setting(0, "Columns of a microbatch whose logits exist at a time; 0 for all.", at_least=0)
     num_processes: int = setting(1, "Processes of the learner, each with its part of the devices and of every "

@@ -89,8 +89,14 @@ class TrainStep:
           ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, more blocks than
             layers, or an attention kernel that does not fit the model's layers or the devices.
         """
-        attention.check_model(learner.attention_kernel, config.windows, config.head_dim)
-        attention.check_device(learner.attention_kernel, mesh.devices.flat[0])
+        device, shape = mesh.devices.flat[0], (config.windows, config.head_dim)
+        part = learner.row_tokens // learner.context
+        # What "auto" stands for here.
+        self.attention_kernel = kernel = attention.choose(
+            learner.attention_kernel, device, part, config.dtype, *shape
+        )
+        attention.check_model(kernel, *shape)
+        attention.check_device(kernel, device)
         loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
@@ -502,7 +508,7 @@ class TrainStep:
             batch,
             temperature=self._temperature,
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
-            attention_kernel=self._learner.attention_kernel,
+            attention_kernel=self.attention_kernel,
             shared_prompts=self._learner.shared_prompts,
             trained=trained,
         )
@@ -575,8 +581,8 @@ def policy_logprobs(
     `trained` is the model's: the layers that get a gradient.
     """
     model = nnx.merge(transformer.graphdef(config), params)
-    # Without shared prompts a second pass of splash would find no key.
-    unshared = attention_kernel == "splash" and not shared_prompts
+    # Without shared prompts a second pass would find no key.
+    unshared = attention_kernel in attention.IN_PASSES and not shared_prompts
     prefix_ids = None if unshared else batch.prefix_ids
     rows = attention.of_rows(attention_kernel, batch.segment_ids, prefix_ids)
     hidden = model(batch.tokens, batch.positions, *rows, trained=trained)

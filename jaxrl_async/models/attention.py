@@ -56,13 +56,25 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array,
       attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], ids) → [B, T, H, C].
     """
     ids = (segment_ids,) if prefix_ids is None else (segment_ids, prefix_ids)
-    return ids, {
-        "xla": causal_attention,
-        "cudnn": cudnn_attention,
-        "splash": splash_attention,
-        "mosaic_gpu": mosaic_gpu_attention,
-        "triton": triton_attention,
-    }[kernel]
+    return ids, {"xla": causal_attention, "cudnn": cudnn_attention, **IN_PASSES}[kernel]
+
+
+def choose(kernel: str, device: jax.Device, part: int, dtype: str, windows, head_dim: int) -> str:
+    """A kernel of `of_rows` in the place of "auto": the fastest that fits, and "xla" where none does.
+
+    Args:
+      device: of the learner; it need not exist here.
+      part: tokens of a row on one device.
+      dtype: of the model.
+      windows, head_dim: as of `check_model`.
+    """
+    if kernel != "auto":
+        return kernel
+    if part % 128 == 0 and device.platform == "tpu" and not windows:
+        return "splash"
+    if part % 128 == 0 and dtype == "bfloat16":
+        return gpu_attention.choose(device, head_dim) or "xla"
+    return "xla"
 
 
 def check_model(kernel: str, windows: Sequence[int], head_dim: int) -> None:
@@ -229,8 +241,12 @@ def triton_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 
 
-# Those whose backward pass needs no second forward pass under remat.
-IN_PASSES = (splash_attention, mosaic_gpu_attention, triton_attention)
+# Kernels that see shared prompts in a second pass. Under remat their backward pass needs no second forward pass.
+IN_PASSES = {
+    "splash": splash_attention,
+    "mosaic_gpu": mosaic_gpu_attention,
+    "triton": triton_attention,
+}
 
 
 def _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):

@@ -15,6 +15,14 @@ CARDS = {"mosaic_gpu": (9.0, 10.0), "triton": (8.0, math.inf)}
 _MAX_HEAD_DIM = 256
 
 
+def choose(device: jax.Device, head_dim: int) -> str | None:
+    """The first kernel that is written for a device and for heads of a size, where tokamax is installed."""
+    for kernel, (least, end) in CARDS.items():
+        if least <= _capability(device) < end and not (_refused(head_dim) or _is_missing()):
+            return kernel
+    return None
+
+
 def check_model(kernel: str, head_dim: int) -> None:
     """Refuses heads of a size that the kernels do not take, and a machine without tokamax.
 
@@ -22,12 +30,12 @@ def check_model(kernel: str, head_dim: int) -> None:
       ValueError: names the size and the bound, or the pip command.
     """
     needs = f"attention_kernel {kernel!r} needs"
-    if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
+    if _refused(head_dim):
         raise ValueError(
             f"{needs} heads whose size is a multiple of 16 of at most {_MAX_HEAD_DIM}, and the model's is {head_dim}: "
             "choose 'xla'"
         )
-    if importlib.util.find_spec("tokamax") is None:
+    if _is_missing():
         raise ValueError(
             f"{needs} tokamax, which is not installed: pip install \"jaxrl_async[gpu]\", or choose 'xla'"
         )
@@ -40,17 +48,12 @@ def check_device(kernel: str, device: jax.Device) -> None:
       ValueError: names both.
     """
     least, end = CARDS[kernel]
-    if not least <= capability(device) < end:
+    if not least <= _capability(device) < end:
         cards = "Hopper" if end == 10 else "NVIDIA GPUs since Ampere"
         raise ValueError(
             f"attention_kernel {kernel!r} is written for {cards}, and the learner runs on "
             f"{device.device_kind or device}: choose 'xla'"
         )
-
-
-def capability(device: jax.Device) -> float:
-    """The compute capability of an NVIDIA GPU; 0 for another device."""
-    return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
 
 def passes(queries, keys):
@@ -163,6 +166,19 @@ def triton_backward(q, k, v, seen, attended, log_total, d_attended):
         )[:3]
 
     return _of_rows(of_row, seen, q, k, v, attended, log_total, d_attended)
+
+
+def _refused(head_dim: int) -> bool:
+    return head_dim % 16 != 0 or head_dim > _MAX_HEAD_DIM
+
+
+def _is_missing() -> bool:
+    return importlib.util.find_spec("tokamax") is None
+
+
+def _capability(device: jax.Device) -> float:
+    """The compute capability of an NVIDIA GPU; 0 for another device."""
+    return float(getattr(device, "compute_capability", 0)) if device.platform == "gpu" else 0.0
 
 
 def _bounds(keys):

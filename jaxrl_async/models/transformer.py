@@ -152,7 +152,7 @@ class Transformer(nnx.Module):
         kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
         if self.config.remat:
             # A kernel would otherwise run twice forwards.
-            kept = attended if attend in attention.IN_PASSES else None
+            kept = attended if attend in attention.IN_PASSES.values() else None
         # prevent_cse is not needed within a scan.
         remat = functools.partial(jax.checkpoint, policy=kept, prevent_cse=False)
         first, end = trained or (0, self.config.num_layers)

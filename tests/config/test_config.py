@@ -716,7 +716,7 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     [
         (
             ["attention_kernel=flash"],
-            "attention_kernel .* xla, cudnn, splash, mosaic_gpu, triton.*'flash'",
+            "attention_kernel .* auto, xla, cudnn, splash, mosaic_gpu, triton.*'flash'",
         ),
         (["attention_kernel=cudnn"], "'cudnn' .*model.dtype = 'bfloat16'.*'float32'"),
         (["attention_kernel=triton"], "'triton' .*model.dtype = 'bfloat16'.*'float32'"),

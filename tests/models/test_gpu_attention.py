@@ -126,6 +126,33 @@ def test_each_device_of_a_mesh_attends_to_whole_rows(plain):
     _assert_equals_causal_attention(plain, arrays, ids, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("platform", "capability", "fits", "chosen"),
+    [
+        ("gpu", "9.0", {}, "mosaic_gpu"),
+        ("gpu", "9.0", {"windows": (512, 0)}, "mosaic_gpu"),
+        ("gpu", "8.0", {}, "triton"),
+        ("gpu", "7.5", {}, "xla"),
+        ("gpu", "9.0", {"part": 192}, "xla"),
+        ("gpu", "9.0", {"dtype": "float32"}, "xla"),
+        ("gpu", "9.0", {"head_dim": 72}, "xla"),
+        ("tpu", "", {"dtype": "float32"}, "splash"),
+        ("tpu", "", {"windows": (512, 0)}, "xla"),
+        ("tpu", "", {"part": 64}, "xla"),
+        ("cpu", "", {}, "xla"),
+    ],
+)
+def test_auto_is_the_best_kernel_that_fits(monkeypatch, platform, capability, fits, chosen):
+    monkeypatch.setattr(gpu_attention, "_is_missing", lambda: False)
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    shape = dict(part=256, dtype="bfloat16", windows=(), head_dim=128) | fits
+    assert attention.choose("auto", device, **shape) == chosen
+    assert attention.choose("cudnn", device, **shape) == "cudnn"
+    monkeypatch.setattr(gpu_attention, "_is_missing", lambda: True)
+    without = attention.choose("auto", device, **shape)
+    assert without == ("splash" if chosen == "splash" else "xla")
+
+
 def test_heads_of_another_size_and_a_machine_without_tokamax_are_refused(monkeypatch):
     for head_dim in (72, 512):
         with pytest.raises(ValueError, match=f"'triton' .*16 of at most 256.* {head_dim}: .*'xla'"):
@@ -213,9 +240,20 @@ def test_the_gpu_compiler_gets_kernels_that_move_no_block_of_scores(H, N, C):
 
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
-@pytest.mark.parametrize(("shared", "window"), [(False, 0), (True, 0), (False, 300), (True, 300)])
-@pytest.mark.parametrize(("H", "N", "C"), [(12, 2, 128), (16, 8, 128), (16, 8, 64)])
-@pytest.mark.parametrize("kernel", ["mosaic_gpu", "triton", "cudnn", "xla", "splash"])
+@pytest.mark.parametrize(("shared", "window"), [(False, 0), (True, 300)])
+@pytest.mark.parametrize(
+    ("kernel", "H", "N", "C"),
+    [
+        ("mosaic_gpu", 16, 8, 128),
+        ("mosaic_gpu", 12, 2, 128),
+        ("mosaic_gpu", 16, 8, 64),
+        ("triton", 16, 8, 128),
+        ("triton", 16, 8, 64),
+        ("cudnn", 16, 8, 128),
+        ("xla", 16, 8, 128),
+        ("splash", 16, 8, 128),
+    ],
+)
 def test_a_kernel_on_its_card_equals_causal_attention_in_float32(kernel, H, N, C, shared, window):
     device = jax.devices()[0]
     if (kernel == "splash") != (device.platform == "tpu") and kernel != "xla":
