@@ -29,6 +29,10 @@ def main(argv: list[str]) -> int:
         target=("", "v5e-1 … v5e-256, v6e-…, v5p-8 … v5p-512, a100-8, h100-8, 2xh100-8, h200-8 …"),
         search=(False, "try other meshes, rows and remat, and print the best three that fit"),
         out=("", "directory for fit.json and fit.html"),
+        compare=(
+            "",
+            "fit.json of another commit, or a peer's compiled module as text, to print beside",
+        ),
     )
     from jaxrl_async.fit.targets import TargetError, target_of
 
@@ -38,10 +42,13 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--target: {error}") from None
     settings = settings_of(flags.config)
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device of this machine is used.
-    from jaxrl_async.fit import page, plans, programs
+    from jaxrl_async.fit import compare, page, plans, programs
 
     try:
         programs.check_compiler(target)
+        beside = flags.compare and compare.load(
+            pathlib.Path(flags.compare), target.name, settings.learner.num_devices
+        )
         if not flags.search:
             programs.check_plan(settings, target)
         config = model_config_of(settings)
@@ -71,6 +78,8 @@ def main(argv: list[str]) -> int:
             print(page.text(fit), flush=True)
             if not fit.fits:
                 _try_smaller(page, plans, compiled, settings, fit)
+        if beside and fit is not None and fit.programs:
+            print(compare.text(fit, compare.figures_of(beside, fit), flags.compare))
     except programs.FitError as error:
         raise UsageError(str(error)) from None
     if flags.out and fit is not None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import html
-from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_async.fit.programs import Fit, Program, Range, Times
@@ -170,16 +169,19 @@ def to_json(fit: Fit) -> dict[str, Any]:
         "devices": fit.target.num_devices,
         "memory_bytes": fit.target.chip.memory_bytes,
         "plan": dict(fit.plan),
-        "programs": _figures(fit.programs),
-        "engine": engine and vars(engine) | {"programs": _figures(engine.programs)},
+        "programs": [figures(program) for program in fit.programs],
+        "engine": engine
+        and vars(engine) | {"programs": [figures(program) for program in engine.programs]},
         "fits": fit.fits,
         "verdict": verdict(fit),
     }
 
 
-def _figures(programs: Sequence[Program]) -> list[dict[str, Any]]:
+def figures(times: Times) -> dict[str, Any]:
+    """All figures of a program, or of its times alone."""
     derived = ("needed_bytes", "wait_secs", "total_secs", "peak_share")
-    return [dataclasses.asdict(p) | {name: getattr(p, name) for name in derived} for p in programs]
+    found = {name: getattr(times, name) for name in derived if hasattr(times, name)}
+    return dataclasses.asdict(times) | found
 
 
 def to_html(fit: Fit) -> str:

@@ -123,6 +123,7 @@ class Fit:
     programs: tuple[Program, ...]  # the learner's
     error: str = ""  # of the compiler, where it gave up
     compiler: str = ""  # name and version
+    network: links.Network | None = None  # of the learner's devices
     engine: Engine | None = None  # of a run that starts embedded servers
 
     @property
@@ -321,8 +322,8 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         try:
             found.append(_compile(name, *measured))
         except FitError as error:
-            return Fit(target, plan, tuple(found), str(error), compiler_of(target))
-    return Fit(target, plan, tuple(found), compiler=compiler_of(target))
+            return Fit(target, plan, tuple(found), str(error), compiler_of(target), network)
+    return Fit(target, plan, tuple(found), "", compiler_of(target), network)
 
 
 def has_engine(settings: Settings) -> bool:

@@ -607,6 +607,7 @@ def test_a_search_has_plans_of_the_targets_size_alone(context):
             ],
             "'cudnn' is built by the card's own library",
         ),
+        (["--target=v5e-1", "--compare=/nowhere"], "/nowhere is neither a fit.json nor a"),
         (["--target=v5e-1", "--config.model.path=/nowhere"], "model.path: .*nowhere"),
         (
             [
@@ -654,12 +655,16 @@ QUICKSTART = [
 
 @TPU
 def test_the_verb_says_what_a_tpu_needs(capsys, tmp_path):
+    (tmp_path / "peer").write_text("HloModule f, is_scheduled=true, num_partitions=4\n")
     flags = ["--target=v5e-4", "--config.learner.fsdp=4", f"--out={tmp_path}"]
+    flags += [f"--compare={tmp_path / 'peer'}"]
     assert main.main([*QUICKSTART, *flags]) == 0
     shown = capsys.readouterr().out
     for name in ("accumulate", "update", "decode", "prefill"):
         assert re.search(rf"^{name} +(\d+\.\d\d +){{4}}≥?\d", shown, re.M), name
     assert "v5e-4: 4 devices of 16.0 GiB" in shown
+    assert re.search(r"^predicted, s +\S+–\S+  -$", shown, re.M)
+    assert f"{tmp_path / 'peer'} does not name its compiler; this is of libtpu " in shown
     assert "embedded servers: 1, each on a device of its own · 8 slots" in shown
     assert re.search(r"^fits: \w+ needs 0\.\d\d of 16\.00 GiB", shown, re.M)
     assert json.loads((tmp_path / "fit.json").read_text())["engine"]["num_slots"] == 8
