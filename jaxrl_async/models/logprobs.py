@@ -215,8 +215,11 @@ def _tiled_backward(head, saved, cotangents):
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
         if head.is_frozen:
             return (d_hidden_SND, None), None
-        # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits.
-        d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
+        # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits. It multiplies
+        # bfloat16 as matrices alone: a product of three axes is unimplemented there.
+        d_tile_DM = dot("nd,nm->dm", hidden_ND, d_logits_NSW.reshape(len(hidden_ND), -1))
+        d_tile = d_tile_DM.reshape(-1, *d_logits_NSW.shape[1:])
+        d_tile = jnp.einsum(f"dsv->{head.axes}", d_tile)
         d_kernel = head.add(d_kernel, head.constrain(d_tile, axes.SHARDS), index)
         return (d_hidden_SND, d_kernel), None
 
