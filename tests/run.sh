@@ -5,8 +5,9 @@
 # $JAXRL_SERVERS (.venv-servers). Where one cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${JAXRL_TEST_VENV:-.venv-test}
 python=${PYTHON:-python3}
+version=${PYTHON:+-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true)}
+venv=${JAXRL_TEST_VENV:-.venv-test$version} # one for each Python that is named
 export JAXRL_SERVERS=${JAXRL_SERVERS:-$PWD/.venv-servers}
 unset PYTHONDONTWRITEBYTECODE # Hundreds of processes import the package.
 if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then # none, or broken
@@ -47,7 +48,7 @@ if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
     echo "$stamp" >"$venv/stamp"
 fi
 # Not in the background: JAX looks for compilers once in a process, and pytest's have them from their start.
-PYTHON="$venv/bin/python" tests/real/compilers.sh install "$JAXRL_SERVERS/compilers" ||
+PYTHON="$venv/bin/python" tests/real/compilers.sh install "$venv/compilers" ||
     echo "no compilers of TPUs and GPUs (see above): their tests will be skipped" >&2
 "$venv/bin/ruff" check --quiet .
 "$venv/bin/ruff" format --check --quiet .
