@@ -32,6 +32,8 @@ def _of_equation(equation, kernels_alone) -> float:
         (contracted, _), (batch, _) = params["dimension_numbers"]
         kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
         return 2.0 * math.prod(left) * kept
+    if name == "mpmd_map":
+        return _of_gpu_kernel(equation)
     inner = [
         value
         for given in params.values()
@@ -65,6 +67,32 @@ def _blocks_of_kernel(params) -> float:
     # several may have a part of the queries: of n · n pairs all devices together compute those with key ≤ query.
     n = max(grid[-1], grid[-3] if "dkv" in name else grid[-2])
     return blocks * (n + 1) / (2 * n)
+
+
+def _of_gpu_kernel(equation) -> float:
+    """Of attention by tokamax's kernel for Hopper, which computes the pairs with key ≤ query."""
+    found, given = (
+        [v.aval.shape for v in variables if len(v.aval.shape) == 4]
+        for variables in (equation.outvars, equation.invars)
+    )
+    B, T, H, C = given[0]  # queries; keys are the next
+    with_residuals = len(equation.outvars) == 3
+    # Forwards two products, three for the gradient of queries, four for those of keys and values.
+    products = 2 if with_residuals else 2 + len(found)
+    return products * 2.0 * B * H * T * given[1][1] * C / 2
+
+
+def bytes_of_attention(
+    config: ModelConfig, num_rows: int, row_tokens: int, *, backward: bool
+) -> float:
+    """What attention reads and writes at least, on all devices together: each array once forwards and once backwards.
+
+    Queries, keys and values, the result; then these, its gradient, and theirs.
+    """
+    c = config
+    heads = (6 if backward else 2) * (c.num_heads + c.num_kv_heads)
+    number = 2 if c.dtype == "bfloat16" else 4
+    return float(c.num_layers * num_rows * row_tokens * heads * c.head_dim * number)
 
 
 def of_model(

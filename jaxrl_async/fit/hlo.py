@@ -192,7 +192,8 @@ def _steps(computations: dict[str, list[str]], name: str, num_devices: int) -> I
         else:
             fused = " fusion(" in line
             for callee in called:
-                if not fused or any(map(_OPERATION.search, computations.get(callee, []))):
+                lines_of = computations.get(callee, [])
+                if not fused or any(_OPERATION.search(x) or _KERNEL.search(x) for x in lines_of):
                     yield from _steps(computations, callee, num_devices)
         yield from _computed(line)
 

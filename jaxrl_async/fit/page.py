@@ -148,8 +148,16 @@ def _transfers(program: Program) -> list[str]:
     if program.cost.kernels:
         lines += [
             f"{program.name:12}{program.cost.kernels:>4} runs of custom kernels: {program.kernel_flops:.3g} FLOPs"
+            + _beside_attention(program)
         ]
     return lines
+
+
+def _beside_attention(program: Program) -> str:
+    least, moved = program.attention_bytes, program.cost.kernel_bytes
+    if not least:
+        return ""
+    return f", {moved / (1 << 20):.1f} MiB, {moved / least:.2f} of what attention reads and writes at least"
 
 
 def _waits(collective, program: Program) -> str:

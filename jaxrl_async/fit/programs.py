@@ -88,6 +88,7 @@ class Program(Times):
     model_flops: float  # that the model needs for the same tokens
     compile_secs: float
     aliased_bytes: int = 0  # of arguments that results overwrite in place
+    attention_bytes: float = 0.0  # that attention reads and writes at least
 
     @property
     def needed_bytes(self) -> int:
@@ -313,14 +314,17 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
             resident += param_bytes
         if name == "score":
             resident += grads_bytes
-        model = 0.0
+        model = attention_bytes = 0.0
         if name != "update":
-            rows, tokens = learner.microbatch_rows, learner.row_tokens
-            model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
+            work = (config, learner.microbatch_rows, learner.row_tokens)
+            model = flops.of_model(*work, backward=name == "accumulate")
+            attention_bytes = flops.bytes_of_attention(*work, backward=name == "accumulate")
         elsewhere = host_bytes if name == "update" else 0
         measured = (traced, model, target, network, learner.num_devices, resident, elsewhere)
         try:
-            found.append(_compile(name, *measured))
+            program = _compile(name, *measured)
+            attention_bytes /= learner.num_devices
+            found.append(dataclasses.replace(program, attention_bytes=attention_bytes))
         except FitError as error:
             return Fit(target, plan, tuple(found), str(error), compiler_of(target), network)
     return Fit(target, plan, tuple(found), "", compiler_of(target), network)

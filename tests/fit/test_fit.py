@@ -145,6 +145,16 @@ def test_the_models_flops_are_six_for_each_weight_and_token():
     assert flops.of_model(c, 2, 128, backward=False) == 2 * 2 * 128 * (weights + attention)
 
 
+def test_attention_reads_and_writes_each_array_once_forwards_and_once_backwards():
+    # Forwards queries, keys, values and the result; backwards these, its gradient, and three gradients.
+    c = dataclasses.replace(CONFIG, dtype="bfloat16")
+    tokens, queries, keys = 2 * 128 * c.num_layers * c.head_dim * 2, c.num_heads, c.num_kv_heads
+    forwards = tokens * (queries + 2 * keys + queries)
+    backwards = forwards + tokens * queries + tokens * (queries + 2 * keys)
+    assert flops.bytes_of_attention(c, 2, 128, backward=False) == forwards
+    assert flops.bytes_of_attention(c, 2, 128, backward=True) == forwards + backwards
+
+
 def test_a_layer_with_a_window_attends_to_no_more():
     # T = 128, w = 32: the first 32 tokens see 16 keys on average and the other 96 all 32, (512 + 3072) / 128 = 28.
     windowed = dataclasses.replace(CONFIG, windows=(32, 0, 0))
@@ -485,8 +495,9 @@ def test_of_a_single_gpu_each_role_has_its_fraction():
 
 def test_the_predicted_time_is_a_range_of_cycles_kernels_and_waits():
     program = a_program("accumulate", 2 << 30, kernel_flops=4e12, kernel_secs=(0.125, 0.25))
+    program = dataclasses.replace(program, attention_bytes=4 << 20)
     waiting = (hlo.Collective("all-reduce", False, 2, 1 << 21, 1 << 20, waits=(0.01, 0.02)),)
-    cost = dataclasses.replace(program.cost, kernels=9, collectives=waiting)
+    cost = dataclasses.replace(program.cost, kernels=9, kernel_bytes=7 << 20, collectives=waiting)
     fit = dataclasses.replace(a_fit(), programs=(dataclasses.replace(program, cost=cost),))
     shown = page.text(fit)
     # 0.125 of the model's own in 0.635 and 0.77.
@@ -494,7 +505,7 @@ def test_the_predicted_time_is_a_range_of_cycles_kernels_and_waits():
         r"accumulate .* 0\.5 s +0\.125–0\.25 s +0\.01–0\.02 s +0\.635–0\.77 s +16–20%\n", shown
     )
     assert "2 all-reduce" in shown and "SYNCHRONOUS, waits 0.01–0.02 s" in shown
-    assert "9 runs of custom kernels: 4e+12 FLOPs" in shown
+    assert "9 runs of custom kernels: 4e+12 FLOPs, 7.0 MiB, 1.75 of what attention" in shown
     assert plans.cost(fit)[0] == pytest.approx((0.635 + 0.77) / 2 / (4 * 128))
 
 

@@ -71,6 +71,24 @@ def test_a_schedule_is_in_the_order_of_the_text():
     )
 
 
+def test_a_kernel_within_a_fusion_counts_as_often_as_the_fusion_runs():
+    """XLA wraps one so on GPUs, where its result goes into a larger array."""
+    text = """HloModule m
+
+%in_place (p: f32[4,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %k = f32[4,8]{1,0} custom-call(%p), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[4,8]{1,0}}
+}
+
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  ROOT %f = f32[4,8]{1,0} fusion(%a), kind=kCustom, calls=%in_place
+}
+"""
+    cost = hlo.read(text)
+    assert cost.kernels == 1 and cost.kernel_bytes == 2 * 4 * 8 * 4
+
+
 def test_saturated_cycles_count_as_none_and_are_named():
     cost = hlo.read(TEXT)
     assert cost.cycles == 100 and cost.saturated == ("scatter.5",)

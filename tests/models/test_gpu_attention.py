@@ -12,6 +12,7 @@ import pytest
 from fixtures import compilers
 from jax.experimental import pallas, topologies
 
+from jaxrl_async.fit import flops
 from jaxrl_async.fit.targets import target_of
 from jaxrl_async.models import attention, gpu_attention, sharding
 
@@ -230,8 +231,11 @@ def test_the_gpu_compiler_gets_kernels_that_move_no_block_of_scores(H, N, C):
         return jnp.sum(attention.mosaic_gpu_attention(q, k, v, window).astype(jnp.float32))
 
     with jax.numpy_rank_promotion("allow"):
-        lowered = jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, k, v, ids, ids, ids)
-    program = lowered.compile()
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, k, v, ids, ids, ids)
+    # Of the pairs with key ≤ query, for each pass: two products forwards, three and four backwards.
+    product = 2 * B * H * T * T * C / 2
+    assert flops.of_jaxpr(traced.jaxpr, kernels_alone=True) == 2 * 9 * product
+    program = traced.lower().compile()
     # Forwards once and backwards twice, for each of two passes.
     assert program.as_text().count('custom_call_target="mosaic_gpu') == 6
     # Results of both passes and their join.
