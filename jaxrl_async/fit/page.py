@@ -147,17 +147,17 @@ def _transfers(program: Program) -> list[str]:
     ]
     if program.cost.kernels:
         lines += [
-            f"{program.name:12}{program.cost.kernels:>4} runs of custom kernels: {program.kernel_flops:.3g} FLOPs"
-            + _beside_attention(program)
+            f"{program.name:12}{program.cost.kernels:>4} runs of custom kernels: {program.kernel_flops:.3g} FLOPs, "
+            f"{program.cost.kernel_bytes / (1 << 20):.1f} MiB{_of_attention(program)}"
         ]
     return lines
 
 
-def _beside_attention(program: Program) -> str:
-    least, moved = program.attention_bytes, program.cost.kernel_bytes
-    if not least:
+def _of_attention(program: Program) -> str:
+    if not program.attention_bytes:
         return ""
-    return f", {moved / (1 << 20):.1f} MiB, {moved / least:.2f} of what attention reads and writes at least"
+    share = program.cost.kernel_bytes / program.attention_bytes
+    return f", {share:.2f} of what attention reads and writes at least"
 
 
 def _waits(collective, program: Program) -> str:

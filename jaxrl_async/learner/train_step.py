@@ -21,7 +21,14 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import map_state, stochastic_round
 from jaxrl_async.learner.statistics import Statistics
-from jaxrl_async.models import attention, axes, logprobs, sharding, transformer
+from jaxrl_async.models import (
+    attention,
+    axes,
+    gpu_attention,
+    logprobs,
+    sharding,
+    transformer,
+)
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens
 from jaxrl_async.publishing import scored
@@ -95,8 +102,8 @@ class TrainStep:
         self.attention_kernel = kernel = attention.choose(
             learner.attention_kernel, device, part, config.dtype, *shape
         )
+        gpu_attention.check_device(kernel, device)
         attention.check_model(kernel, *shape)
-        attention.check_device(kernel, device)
         loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")

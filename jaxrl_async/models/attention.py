@@ -88,23 +88,12 @@ def check_model(kernel: str, windows: Sequence[int], head_dim: int) -> None:
     Raises:
       ValueError: names the kernel, the window or the size, and the remedy.
     """
-    if kernel in gpu_attention.CARDS:
-        gpu_attention.check_model(kernel, head_dim)
+    gpu_attention.check_model(kernel, head_dim)
     if kernel == "splash" and windows:
         raise ValueError(
             f"attention_kernel 'splash' has no windows, and layers of the model have one of {max(windows)} tokens: "
             "choose 'xla', or another on an NVIDIA GPU"
         )
-
-
-def check_device(kernel: str, device: jax.Device) -> None:
-    """Refuses a kernel that is not written for a device of the learner.
-
-    Raises:
-      ValueError: names both.
-    """
-    if kernel in gpu_attention.CARDS:
-        gpu_attention.check_device(kernel, device)
 
 
 def in_window(ids, positions_BT, window):

@@ -110,6 +110,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         parts.frictions_of(settings, tokenizer)
     if not resume and not settings.model.path:
         _check_shape(settings.model)
+        with errors_of("learner."):
+            _check_kernel(settings, settings.model)
     with errors_of("model.path: "):
         parts.vocab_size_of(settings, tokenizer)
         if settings.model.path:
@@ -233,12 +235,18 @@ def _check_ends(tokenizer) -> None:
 def _check_model(settings: Settings) -> None:
     """Reads config.json and the headers of the weights; touches no device."""
     from jaxrl_async.learner import blocks
-    from jaxrl_async.models import attention, hf
+    from jaxrl_async.models import hf
 
     config = parts.model_config_of(settings, None)
-    attention.check_model(settings.learner.attention_kernel, config.windows, config.head_dim)
+    _check_kernel(settings, config)
     blocks.check(settings.learner.blocks, config.num_layers)
     hf.check_files(parts.model_directory(settings), config)
+
+
+def _check_kernel(settings: Settings, model) -> None:
+    from jaxrl_async.models import attention
+
+    attention.check_model(settings.learner.attention_kernel, model.windows, model.head_dim)
 
 
 def _check_shape(model: Model) -> None:

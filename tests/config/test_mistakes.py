@@ -158,6 +158,17 @@ WORDS = [
         [
             "train",
             f"--config={QUICKSTART}",
+            "--config.learner.attention_kernel=triton",
+            "--config.learner.row_tokens=128",
+            "--config.model.dtype=bfloat16",
+            "--config.model.head_dim=24",
+        ],
+        ("learner.attention_kernel 'triton'", "multiple of 16 of at most 256", "24", "'xla'"),
+    ),
+    (
+        [
+            "train",
+            f"--config={QUICKSTART}",
             "--config.model.path={tmp}/whole",
             "--config.learner.blocks=3",
         ],

@@ -185,6 +185,12 @@ def check_fit(fit):
     assert "fits: " in page.text(fit) and "remat True" in page.text(fit)
 
 
+def test_a_kernel_of_another_device_is_refused_with_the_target():
+    settings = benchmark.small_settings("v5e-1", attention_kernel="mosaic_gpu")
+    with pytest.raises(programs.FitError, match="v5e-1: .*'mosaic_gpu' is written for Hopper"):
+        programs.compile_run(settings, CONFIG, target_of("v5e-1"), jax.devices())
+
+
 @TPU
 def test_adapters_need_no_gradient_and_no_moments_of_their_base():
     config = dataclasses.replace(CONFIG, lora=LoRA(rank=2, alpha=4.0, targets=("q_proj",)))
@@ -617,6 +623,15 @@ def test_a_search_has_plans_of_the_targets_size_alone(context):
                 "--config.model.dtype=bfloat16",
             ],
             "'cudnn' is built by the card's own library",
+        ),
+        (
+            [
+                "--target=a100-1",
+                "--config.learner.attention_kernel=triton",
+                "--config.learner.row_tokens=128",
+                "--config.model.dtype=bfloat16",
+            ],
+            "'triton' is built by JAX for the card that it finds",
         ),
         (["--target=v5e-1", "--compare=/nowhere"], "/nowhere is neither a fit.json nor a"),
         (["--target=v5e-1", "--config.model.path=/nowhere"], "model.path: .*nowhere"),

@@ -77,14 +77,14 @@ def test_a_kernel_within_a_fusion_counts_as_often_as_the_fusion_runs():
 
 %in_place (p: f32[4,8]) -> f32[4,8] {
   %p = f32[4,8]{1,0} parameter(0)
-  ROOT %k = f32[4,8]{1,0} custom-call(%p), custom_call_target="mosaic_gpu_v2", operand_layout_constraints={f32[4,8]{1,0}}
+  ROOT %k = f32[4,8]{1,0} custom-call(%p), custom_call_target="mosaic_gpu_v2", KERNEL
 }
 
 ENTRY %main (a: f32[4,8]) -> f32[4,8] {
   %a = f32[4,8]{1,0} parameter(0)
   ROOT %f = f32[4,8]{1,0} fusion(%a), kind=kCustom, calls=%in_place
 }
-"""
+""".replace("KERNEL", "operand_layout_constraints={f32[4,8]{1,0}}")
     cost = hlo.read(text)
     assert cost.kernels == 1 and cost.kernel_bytes == 2 * 4 * 8 * 4
 

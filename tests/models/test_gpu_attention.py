@@ -177,9 +177,9 @@ def test_a_card_that_a_kernel_is_not_written_for_is_refused(kernel, capability, 
     card = SimpleNamespace(platform="gpu", device_kind="a card", compute_capability=capability)
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
-        attention.check_device(kernel, card)
+        gpu_attention.check_device(kernel, card)
     with pytest.raises(ValueError, match=f"'{kernel}' .* runs on cpu"):
-        attention.check_device(kernel, jax.devices()[0])
+        gpu_attention.check_device(kernel, jax.devices()[0])
 
 
 @pytest.fixture
