@@ -68,51 +68,48 @@ def figures_of(loaded: Figures | str, fit: programs.Fit) -> Figures:
 
 def text(fit: programs.Fit, theirs: Figures, name: str) -> str:
     """A table for each program that both have, and what makes them hard to compare."""
-    ours = page.to_json(fit)
-    found = {program["name"]: program for program in theirs["programs"]}
+    ours = {program["name"]: program for program in page.to_json(fit)["programs"]}
+    found = {p["name"]: p for p in theirs["programs"] if p["name"] in ours}
     lines = []
-    for program in ours["programs"]:
-        if program["name"] not in found:
-            continue
-        left, right = _rows(program), _rows(found[program["name"]])
-        lines += ["", f"{program['name']:32}{'this':>18}  {name}"]
+    for program, figures in found.items():
+        left, right = _rows(ours[program]), _rows(figures)
+        lines += ["", f"{program:38}{'this':>18}  {name}"]
         lines += [
-            f"{row:32}{left.get(row, '-'):>18}  {right.get(row, '-')}" for row in left | right
+            f"{row:38}{left.get(row, '-'):>18}  {right.get(row, '-')}" for row in left | right
         ]
     compiler = theirs.get("compiler", "")
     if not compiler:
-        lines += [
-            "",
-            f"{name} does not name its compiler; this is of {fit.compiler}: are the cycles of one?",
-        ]
+        lines += [f"{name} names no compiler, this is of {fit.compiler}: are the cycles of one?"]
     elif compiler != fit.compiler:
         lines += [
-            "",
-            f"{name} is of {compiler}, this of {fit.compiler}: ANOTHER COMPILER, whose cycles do not compare",
+            f"{name} is of {compiler}, this of {fit.compiler}: ANOTHER COMPILER, other cycles"
         ]
-    if any("total_secs" not in program for program in found.values()):
-        lines += ["", f"{name} is of an earlier version: its transfers are not charged"]
+    if any("total_secs" not in figures for figures in found.values()):
+        lines += [f"{name} is of an earlier version: its transfers are not charged"]
     return "\n".join(lines)
 
 
 def _rows(program: Figures) -> dict[str, str]:
-    """Name and value of each figure, of a program of a fit.json of this or an earlier version."""
-    cost, rows = program["cost"], {}
-    if program["secs"]:
-        rows["cycles, s"] = f"{program['secs']:.3g}"
-    spans = {"kernels, s": "kernel_secs", "waits, s": "wait_secs", "predicted, s": "total_secs"}
-    for row, key in spans.items():
-        if value := program.get(key):
-            rows[row] = page.span(value) if isinstance(value, list | tuple) else f"{value:.3g}"
-    if isinstance(share := program.get("peak_share"), list | tuple):
-        rows["of peak"] = page.percent(share)
-    if "needed_bytes" in program:
-        rows["needs, GiB"] = f"{program['needed_bytes'] / page.GIB:.2f}"
-    if program.get("model_flops"):
-        rows["FLOPs / model"] = f"{program['flops'] / program['model_flops']:.3f}"
-    if cost["kernels"]:
-        rows["runs of kernels"] = str(cost["kernels"])
+    """Name and value of each figure that a program of a fit.json has, of this or an earlier version."""
+    cost, of = program["cost"], program.get
+    rows = {
+        "cycles, s": of("secs") and f"{program['secs']:.3g}",
+        "kernels, s": _ends(of("kernel_secs")),
+        "waits, s": _ends(of("wait_secs")),
+        "predicted, s": _ends(of("total_secs")),
+        "of peak": isinstance(of("peak_share"), list | tuple) and page.percent(of("peak_share")),
+        "needs, GiB": of("needed_bytes") and f"{program['needed_bytes'] / page.GIB:.2f}",
+        "FLOPs / model": of("model_flops") and f"{program['flops'] / program['model_flops']:.3f}",
+        "runs of kernels": cost["kernels"] and str(cost["kernels"]),
+    }
     for c in cost["collectives"]:
         way = "asynchronous" if c["asynchronous"] else "SYNCHRONOUS"
         rows[f"{way} {c['kind']}, MiB"] = f"{c['num_bytes'] / (1 << 20):.1f}"
-    return rows
+    return {row: value for row, value in rows.items() if value}
+
+
+def _ends(value: Any) -> str:
+    """A range; of an earlier version's kernels one number."""
+    if isinstance(value, list | tuple):
+        return page.span(value) if any(value) else ""
+    return f"{value:.3g}" if value else ""

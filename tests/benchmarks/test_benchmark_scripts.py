@@ -11,6 +11,7 @@ import sys
 import anchors
 import delight_cosine as cosine
 import delight_digits as digits
+import fit_peer
 import jax
 import jax.numpy as jnp
 import learner
@@ -526,3 +527,22 @@ def test_a_newcomer_types_the_commands_of_the_page():
     words = [command.split()[:2] for command in newcomer.commands()]
     assert [word for word, _ in words] == ["awk", *["jaxrl_async"] * 3]
     assert [verb for _, verb in words[1:]] == ["train", "evaluate", "report"]
+
+
+def test_a_peers_source_is_copied_as_this_python_reads_it_with_stand_ins_for_what_it_never_calls(
+    tmp_path,
+):
+    source, copy = tmp_path / "src", tmp_path / "copy"
+    (source / "maxtext" / "configs").mkdir(parents=True)
+    (source / "maxtext" / "a.py").write_text("type X = int\nimport seqio.vocabularies\n")
+    (source / "maxtext" / "configs" / "base.yml").write_text("type: a\n")
+    (source / "maxtext" / "tokenizer.json").write_text("{}")
+    assert fit_peer._readable(source, copy) == copy
+    assert (copy / "maxtext" / "configs" / "base.yml").read_text() == "type: a\n"
+    assert not (copy / "maxtext" / "tokenizer.json").exists()
+    text = (copy / "maxtext" / "a.py").read_text()
+    assert text == "X = int\nimport seqio.vocabularies\n"
+    stand_ins = fit_peer._StandIns()
+    assert stand_ins.find_spec("seqio.vocabularies", None).loader is stand_ins
+    assert stand_ins.find_spec("seqiox", None) is None
+    assert fit_peer.TUNED.count("--xla_") == 8

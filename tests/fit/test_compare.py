@@ -70,7 +70,7 @@ def test_a_module_of_another_compiler_is_marked_by_name(tmp_path):
     assert "peer is of libtpu 9, jax 2, this of libtpu 1, jax 2: ANOTHER COMPILER" in shown
     path.write_text(PEER)
     shown = compare.text(fit, compare.figures_of(compare.load(path, "v5e-4", 4), fit), "peer")
-    assert "peer does not name its compiler; this is of libtpu 1, jax 2" in shown
+    assert "peer names no compiler, this is of libtpu 1, jax 2" in shown
 
 
 def test_another_commits_figures_stand_beside_ours(tmp_path):

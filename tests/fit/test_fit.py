@@ -690,7 +690,7 @@ def test_the_verb_says_what_a_tpu_needs(capsys, tmp_path):
         assert re.search(rf"^{name} +(\d+\.\d\d +){{4}}≥?\d", shown, re.M), name
     assert "v5e-4: 4 devices of 16.0 GiB" in shown
     assert re.search(r"^predicted, s +\S+–\S+  -$", shown, re.M)
-    assert f"{tmp_path / 'peer'} does not name its compiler; this is of libtpu " in shown
+    assert f"{tmp_path / 'peer'} names no compiler, this is of libtpu " in shown
     assert "embedded servers: 1, each on a device of its own · 8 slots" in shown
     assert re.search(r"^fits: \w+ needs 0\.\d\d of 16\.00 GiB", shown, re.M)
     assert json.loads((tmp_path / "fit.json").read_text())["engine"]["num_slots"] == 8
