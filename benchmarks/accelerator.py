@@ -78,7 +78,7 @@ CHIPS = {
     "TPU v5": "v5p",
     "TPU v6 lite": "v6e",
 }
-ACCELERATOR_TESTS = ("tests/models/test_attention.py", "tests/test_accelerator.py")
+ACCELERATOR_TESTS = ("tests/models", "tests/test_accelerator.py")
 _MODEL = [
     "model.num_layers=12",
     "model.model_dim=768",
@@ -345,8 +345,8 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
 
 
 def accelerator_tests(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-m", "accelerator", "-p", "no:cacheprovider", "-n0"]
-    command += ["-q", "-rfEs", "--tb=short", "--durations=10", *ACCELERATOR_TESTS]
+    command = [sys.executable, "-m", "pytest", "-m", "accelerator", "-p", "no:cacheprovider", "-n8"]
+    command += ["-q", "-rfEs", "-W", "default", "--tb=short", "--durations=10", *ACCELERATOR_TESTS]
     # JAX takes the device that is there; a server's test of it would find its memory taken.
     environment = os.environ | {"JAX_PLATFORMS": "", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
