@@ -6,8 +6,9 @@
 device      The rate of a bfloat16 product, 8192³, and of a copy of 1 GiB, counting what is read and what is written.
 learner     Whole updates (accumulate, update with Adam) of Qwen3-0.6B's and Qwen2.5-1.5B's shapes, random weights,
             bfloat16, remat, rows of one sequence of 16,384 or 65,536 tokens, and of 16 sequences of 1,024, by each
-            attention kernel: tokens/s, model FLOPs (no credit for what remat computes again) beside the device's
-            published peak and beside the product above, the most memory in use beside what the compiler plans.
+            attention kernel, and once without remat: tokens/s, model FLOPs (no credit for what remat computes again) beside the device's
+            published peak and beside the product above, the most memory in use, and what the device spent
+            its time with.
 engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full: a step of decode beside the time in
             which this device reads weights and filled keys and values once; prefill of rows of 2,048.
 tests       `pytest -m accelerator`: kernels against the reference, offloaded moments, determinism.
@@ -156,17 +157,13 @@ def run_part(part: str, deadline: float, scratch: str, args: argparse.Namespace)
 def cases_of(part: str, kernels: tuple[str, ...] | list[str], smoke: bool) -> list[dict[str, Any]]:
     """What is measured of a part, the most telling first."""
     if part == "learner":
-        shapes = ["tiny"] if smoke else ["0.6b", "1.5b"]
-        rows = ["tiny"] if smoke else ["16k", "65k", "16k-packed"]
-        # Every kernel at the first shape, then the first kernel at all.
-        works = [(shapes[0], rows[0], kernel) for kernel in kernels]
-        works += [
-            (shape, row, kernels[0])
-            for shape, row in itertools.product(shapes, rows)
-            if (shape, row) != (shapes[0], rows[0])
-        ]
-        works += [] if smoke else [(shapes[0], "16k-packed", kernel) for kernel in kernels[1:]]
-        return [dict(part=part, shape=s, tokens=r, kernel=k) for s, r, k in works]
+        shapes, rows = (["tiny"], ["tiny"]) if smoke else (["0.6b", "1.5b"], list(ROWS)[:-1])
+        first, rest = (shapes[0], rows[0]), list(itertools.product(shapes, rows))[1:]
+        works = [(*first, kernels[0], True), (*first, kernels[0], False)]
+        works += [(*work, kernels[0], True) for work in rest]
+        works += [(*first, kernel, True) for kernel in kernels[1:]]
+        names = "shape", "tokens", "kernel", "remat"
+        return [dict(zip(names, work, strict=True), part=part) for work in works]
     if part == "engine":
         return [dict(part=part, shape=shape) for shape in (["tiny"] if smoke else ["1.5b", "0.6b"])]
     return [dict(part=part)]
@@ -265,13 +262,30 @@ def learner(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     work = rows | dict(microbatches=1, prompt=half, completion=half)
     work["head_chunk"] = min(512, rows["row_tokens"])
     learner.MATMUL_SIZE = 256 if smoke else 4096
-    found = learner.rate(SHAPES[case["shape"]], work, 1 if smoke else 3, case["kernel"])
+    shape = SHAPES[case["shape"]] | {"remat": case["remat"]}
+    trace = f"{case['scratch']}/{time.monotonic_ns()}"
+    found = learner.rate(shape, work, 1 if smoke else 3, case["kernel"], trace)
     device = jax.devices()[0]
     peak = published_flops(device.device_kind)
     return found | {
         "of_peak": found["flops_per_sec"] / peak if peak else None,
         "memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "kernels": kernels(trace),
     }
+
+
+def kernels(trace: str, most: int = 40) -> list[tuple[str, float, int]]:
+    """What the device ran in a profile: name, seconds and calls, the longest first; [] where it tells none."""
+    import jax
+
+    found: dict[str, list[float]] = {}
+    for path in pathlib.Path(trace).rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+            lines = [line for line in plane.lines if line.name.startswith(("Stream", "XLA Ops"))]
+            for event in (event for line in lines for event in line.events):
+                found.setdefault(event.name[:80], []).append(event.duration_ns / 1e9)
+    ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:most]
+    return [(name, sum(secs), len(secs)) for name, secs in ordered]
 
 
 def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:

@@ -129,9 +129,12 @@ def report(name: str, measured: dict[str, float]) -> None:
 
 
 def rate(
-    shape: dict, work: dict, updates: int, attention_kernel: str | None = None
+    shape: dict, work: dict, updates: int, attention_kernel: str | None = None, profile: str = ""
 ) -> dict[str, float]:
-    """Tokens/s and FLOP/s of whole updates, accumulate every microbatch and then update, beside the matmul rate."""
+    """Tokens/s and FLOP/s of whole updates, accumulate every microbatch and then update, beside the matmul rate.
+
+    One more update, which does not count, is profiled into the directory `profile`.
+    """
     config = shapes.model_config(shape)
     train_step = shapes.make_train_step(
         config,
@@ -144,18 +147,26 @@ def rate(
 
     matmul = make_matmul(config.dtype)
     secs, rates = np.zeros(updates + 1), [[] for _ in range(updates + 1)]
+
+    def timed(number, function, *arguments):
+        start = time.perf_counter()
+        found = jax.block_until_ready(function(*arguments))
+        secs[number] += time.perf_counter() - start
+        return found
+
     for number in range(updates + 1):  # The first one compiles.
         for batch in batches:
             rates[number].append(matmul())
-            start = time.perf_counter()
-            accumulator = train_step.accumulate(state.params, accumulator, batch, None, 2)
-            jax.block_until_ready(accumulator)
-            secs[number] += time.perf_counter() - start
+            arguments = state.params, accumulator, batch, None, 2
+            accumulator = timed(number, train_step.accumulate, *arguments)
         rates[number].append(matmul())
-        start = time.perf_counter()
-        state, accumulator, metrics = train_step.update(state, accumulator)
-        jax.block_until_ready(metrics)
-        secs[number] += time.perf_counter() - start
+        state, accumulator, metrics = timed(number, train_step.update, state, accumulator)
+    if profile:
+        with jax.profiler.trace(profile):
+            for batch in batches:
+                accumulator = train_step.accumulate(state.params, accumulator, batch, None, 2)
+            state, accumulator, metrics = train_step.update(state, accumulator)
+            jax.block_until_ready(metrics)
     assert metrics["finite"] == 1
     params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     tokens = sum(batch.tokens.size for batch in batches)

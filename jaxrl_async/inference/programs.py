@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.models import transformer
+from jaxrl_async.models import attention, transformer
 
 _MIN_BUCKET = 16
 MAX_TOP = 20  # of the most probable tokens
@@ -75,11 +75,14 @@ class Shapes:
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
         self.config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
         self.device = device
+        self._device = device or jax.devices()[0]
         self.params = weights_like(config, device)
-        shape = (
-            config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
-        )  # fmt: skip
-        keys = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+        shape = num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
+        if self._device.platform == "gpu":
+            keys = config.num_layers * (jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)),)
+        else:
+            shape = config.num_layers, *shape
+            keys = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
         self.cache = transformer.KVCache(keys, keys)
         self.buckets = tuple(_buckets(max_total_tokens))
 
@@ -90,7 +93,9 @@ class Shapes:
 
     def trace_prefill(self, bucket: int) -> jax.stages.Traced:
         """The program of `Programs.prefill` for one of the buckets."""
-        prefill = functools.partial(_prefill, transformer.graphdef(self.config))
+        c = self.config
+        kernel = attention.choose("auto", self._device, bucket, c.dtype, c.windows, c.head_dim)
+        prefill = functools.partial(_prefill, transformer.graphdef(c), kernel)
         return self._trace(prefill, self.empty_prompts(bucket))
 
     def max_rows(self, bucket: int) -> int:
@@ -136,11 +141,9 @@ class Programs:
 
     def empty_cache(self) -> transformer.KVCache:
         """Zeros. The programs take the cache by donation and return the new one."""
-        return transformer.KVCache(
-            *(
-                jax.device_put(np.zeros(keys.shape, keys.dtype), self._shapes.device)
-                for keys in self._shapes.cache
-            )
+        return jax.tree.map(
+            lambda keys: jax.device_put(np.zeros(keys.shape, keys.dtype), self._shapes.device),
+            self._shapes.cache,
         )
 
     def bucket(self, num_tokens: int) -> int:
@@ -159,7 +162,7 @@ class Programs:
 
         Args:
           params: nnx.State.
-          cache: KVCache of [L, S, N, T, C], donated.
+          cache: of `empty_cache`, donated.
           rows: int32 arrays of 1 to max_rows tokens' rows, all of one bucket.
           slots: for each row, the slots that receive it.
 
@@ -226,6 +229,7 @@ def empty_slots(num_slots: int) -> Slots:
 def _decode(graphdef, num_steps, params, cache, slots):
     """Up to num_steps tokens for every active slot; ends early when none is active."""
     model = nnx.merge(graphdef, params)
+    layers = model.layers_apart() if isinstance(cache.k, tuple) else None
     num_slots = slots.tokens.shape[0]
     decoded = Decoded(
         tokens=jnp.zeros((num_steps, num_slots), jnp.int32),
@@ -241,7 +245,7 @@ def _decode(graphdef, num_steps, params, cache, slots):
     def one_step(carry):
         step, tokens, cache, decoded = carry
         positions = slots.positions + decoded.counts
-        hidden, cache = model.decode(tokens, positions, cache)
+        hidden, cache = model.decode(tokens, positions, cache, layers)
         new, logprobs = sampling.sample(model.logits(hidden), positions + 1, slots.draw)
         active = decoded.active
         counts = decoded.counts + active
@@ -260,18 +264,25 @@ def _decode(graphdef, num_steps, params, cache, slots):
     return cache, decoded
 
 
-def _prefill(graphdef, params, cache, prompts):
+def _prefill(graphdef, kernel, params, cache, prompts):
     """Runs each row in use alone, and writes its keys and values into its slots."""
     model = nnx.merge(graphdef, params)
     positions = jnp.arange(prompts.tokens.shape[1])[None]
 
     def one_row(row, cache):
         segments = (positions < prompts.lengths[row]).astype(jnp.int32)
-        _, new = model.prefill(prompts.tokens[row][None], positions, (segments,))
+        rows = attention.of_rows(kernel, segments)
+        _, new = model.prefill(prompts.tokens[row][None], positions, *rows)
+        if isinstance(cache.k, tuple):
+            new = transformer.KVCache(*map(tuple, new))
 
         def one_slot(i, cache):
-            start = (0, prompts.slots[i], 0, 0, 0)
-            return jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, start), cache, new)
+            start = (prompts.slots[i], 0, 0, 0)
+            return jax.tree.map(
+                lambda c, n: jax.lax.dynamic_update_slice(c, n, (0,) * (c.ndim - 4) + start),
+                cache,
+                new,
+            )
 
         return jax.lax.fori_loop(prompts.offsets[row], prompts.offsets[row + 1], one_slot, cache)
 

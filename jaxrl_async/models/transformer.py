@@ -96,10 +96,13 @@ class ModelConfig:
 
 
 class KVCache(NamedTuple):
-    """Keys (after RoPE) and values of every layer, in the compute dtype."""
+    """Keys (after RoPE) and values of every layer, in the compute dtype.
 
-    k: jax.Array  # [L, B, N, S, C]
-    v: jax.Array  # [L, B, N, S, C]
+    Layers lie in one array, or apart: on a GPU a slice of an array is a copy, in every step.
+    """
+
+    k: jax.Array | tuple[jax.Array, ...]  # [L, B, N, S, C], or L × [B, N, S, C]
+    v: jax.Array | tuple[jax.Array, ...]
 
 
 class Transformer(nnx.Module):
@@ -166,8 +169,8 @@ class Transformer(nnx.Module):
             x_BTD, _ = jax.lax.scan(remat(constant_layer), x_BTD, above)
         return self.final_norm(x_BTD)
 
-    def prefill(self, tokens_BT, positions_BT, ids):
-        """As __call__ with its default attention; also returns the keys and values.
+    def prefill(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention):
+        """As __call__; also returns the keys and values.
 
         Returns:
           hidden [B, T, D] and a KVCache of [L, B, N, T, C].
@@ -177,12 +180,20 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD, own):
             block, window = own
-            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window))
+            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window), attend)
 
         x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
         return self.final_norm(x_BTD), cache
 
-    def decode(self, tokens_B, positions_B, cache: KVCache):
+    def layers_apart(self) -> list["Block"]:
+        """A copy of each layer, for `decode` with a cache whose layers lie apart."""
+        graphdef, blocks = nnx.split(self.blocks)
+        return [
+            nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[i], blocks))  # noqa: B023
+            for i in range(self.config.num_layers)
+        ]
+
+    def decode(self, tokens_B, positions_B, cache: KVCache, layers: list["Block"] | None = None):
         """One token for each row, against the cache.
 
         Writes the token's key and value at cache index positions_B, then attends to the indexes
@@ -191,38 +202,48 @@ class Transformer(nnx.Module):
         Args:
           tokens_B: int32 [B].
           positions_B: int32 [B], in [0, S).
-          cache: KVCache of [L, B, N, S, C]; index s holds the token at position s.
+          cache: index s holds the token at position s.
+          layers: of `layers_apart`, where those of the cache lie apart.
 
         Returns:
           hidden [B, D], after the final norm, and the cache. It is updated in place where the enclosing jit
           donates it.
         """
-        graphdef, blocks = nnx.split(self.blocks)
         of_layer = self._layers(positions_B[:, None], ())
         # An index for each head: TPUs would write all heads of a token at once only after transposing the whole cache.
-        rows, heads = jnp.ogrid[: tokens_B.shape[0], : cache.k.shape[2]]
+        rows, heads = jnp.ogrid[: tokens_B.shape[0], : self.config.num_kv_heads]
         at_B1 = positions_B[:, None]
-        indexes_1S = jnp.arange(cache.k.shape[3])[None]
+        indexes_1S = jnp.arange((cache.k[0] if layers else cache.k).shape[-2])[None]
         mask_B1S = (indexes_1S <= at_B1)[:, None]
 
-        # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
-        def layer(carry, indexed_block):
-            x_B1D, (k, v) = carry
-            index, block, window = indexed_block
-            block = nnx.merge(graphdef, block)
+        def layer(x_B1D, block, window, cache, index):
             rope, _ = of_layer(window)
             q, new_k, new_v = block.project(x_B1D, rope)
-            k = k.at[index, rows, heads, at_B1].set(new_k[:, 0])
-            v = v.at[index, rows, heads, at_B1].set(new_v[:, 0])
+            k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
+            v = cache.v.at[*index, rows, heads, at_B1].set(new_v[:, 0])
             seen_B1S = mask_B1S
             if window is not None:
                 seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
             attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
-            return (block.finish(x_B1D, attended), KVCache(k, v)), None
+            return block.finish(x_B1D, attended), KVCache(k, v)
 
-        indexed_blocks = (jnp.arange(self.config.num_layers), blocks, self._windows())
-        carry = (self._embed(tokens_B[:, None]), cache)
-        (x_B1D, cache), _ = jax.lax.scan(layer, carry, indexed_blocks)
+        x_B1D = self._embed(tokens_B[:, None])
+        if layers:
+            windows, apart = self.config.windows or [None] * len(layers), []
+            for block, window, *own in zip(layers, windows, *cache, strict=True):
+                x_B1D, own = layer(x_B1D, block, window, KVCache(*own), ())
+                apart.append(own)
+            cache = KVCache(*zip(*apart, strict=True))
+        else:
+            graphdef, blocks = nnx.split(self.blocks)
+
+            # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
+            def indexed(carry, indexed_block):
+                index, block, window = indexed_block
+                return layer(carry[0], nnx.merge(graphdef, block), window, carry[1], (index,)), None
+
+            indexed_blocks = (jnp.arange(self.config.num_layers), blocks, self._windows())
+            (x_B1D, cache), _ = jax.lax.scan(indexed, (x_B1D, cache), indexed_blocks)
         return self.final_norm(x_B1D)[:, 0], cache
 
     def logits(self, hidden):
