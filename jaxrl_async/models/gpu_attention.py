@@ -4,6 +4,7 @@ The kernels are called below tokamax's public function: that one asks the machin
 not the target, and its backward pass takes no result that was joined from several.
 """
 
+import importlib
 import importlib.util
 import math
 
@@ -13,12 +14,17 @@ import jax.numpy as jnp
 # The compute capabilities that a kernel is written for: from, below.
 CARDS = {"mosaic_gpu": (9.0, 10.0), "triton": (8.0, math.inf)}
 _MAX_HEAD_DIM = 256
+_MODULES = {
+    "mosaic_gpu": ("pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_vjp_kernel_sm90"),
+    "triton": ("pallas_triton", "pallas_triton_vjp"),
+}
 
 
 def choose(device: jax.Device, head_dim: int) -> str | None:
     """The first kernel that is written for a device and for heads of a size, where tokamax is installed."""
     for kernel, (least, end) in CARDS.items():
         if least <= _capability(device) < end and not (_refused(head_dim) or _is_missing()):
+            _load(kernel)
             return kernel
     return None
 
@@ -56,6 +62,8 @@ def check_device(kernel: str, device: jax.Device) -> None:
             f"attention_kernel {kernel!r} is written for {cards}, and the learner runs on "
             f"{device.device_kind or device}: choose 'xla'"
         )
+    if not _is_missing():  # as `check_model` says
+        _load(kernel)
 
 
 def passes(queries, keys):
@@ -170,6 +178,12 @@ def triton_backward(q, k, v, seen, attended, log_total, d_attended):
         )[:3]
 
     return _of_rows(of_row, seen, q, k, v, attended, log_total, d_attended)
+
+
+def _load(kernel: str) -> None:
+    """Imports a kernel. Within a trace that would change JAX's settings, and every program would compile again."""
+    for name in _MODULES[kernel]:
+        importlib.import_module(f"tokamax._src.ops.attention.{name}")
 
 
 def _refused(head_dim: int) -> bool:

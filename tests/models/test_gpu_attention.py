@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -161,6 +162,29 @@ def test_heads_of_another_size_and_a_machine_without_tokamax_are_refused(monkeyp
     monkeypatch.setitem(sys.modules, "tokamax", None)
     with pytest.raises(ValueError, match=r"tokamax.* not installed: pip .*jaxrl_async\[gpu\]"):
         attention.check_model("mosaic_gpu", (), 128)
+
+
+_CALLED_AROUND_ITS_IMPORT = """
+import jax
+from types import SimpleNamespace
+from jaxrl_async.models import gpu_attention
+card = SimpleNamespace(platform="gpu", device_kind="a card", compute_capability="9.0")
+gpu_attention.check_device("KERNEL", card)
+program = jax.jit(lambda x: x + 1)
+program(1.0)
+from tokamax._src.ops.attention import MODULES
+program(1.0)
+print(program._cache_size())
+"""
+
+
+@pytest.mark.parametrize("kernel", gpu_attention.CARDS)
+def test_a_kernels_import_within_a_trace_would_compile_all_again_so_its_check_imports_it(kernel):
+    pytest.importorskip("tokamax")
+    modules = ", ".join(gpu_attention._MODULES[kernel])
+    script = _CALLED_AROUND_ITS_IMPORT.replace("KERNEL", kernel).replace("MODULES", modules)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,25 @@ def test_a_row_decoded_outside_the_cache_writes_nothing():
 
 
 @each_architecture
+def test_layers_that_lie_apart_decode_as_those_in_one_array(config):
+    model, rng = _model(config), np.random.default_rng(0)
+    shape = config.num_layers, 2, config.num_kv_heads, 4, config.head_dim
+    cache = transformer.KVCache(*(rng.normal(size=shape).astype(np.float32) for _ in range(2)))
+    apart = transformer.KVCache(*map(tuple, cache))
+
+    @jax.jit
+    def decode_apart(model, cache):
+        return model.decode(tokens, positions, cache, model.layers_apart())
+
+    tokens, positions = np.array([1, 2]), np.array([3, 1])
+    expected, whole = _decode(model, tokens, positions, cache)
+    found, apart = decode_apart(model, apart)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for of_layers, together in zip(apart, whole, strict=True):
+        np.testing.assert_allclose(np.stack(of_layers), together, atol=1e-5)
+
+
+@each_architecture
 def test_no_hidden_state_depends_on_a_later_token(config):
     # Token t is t, so row s of the table's gradient is the gradient at position s.
     graphdef, params = transformer.graphdef(config), _params(config)
