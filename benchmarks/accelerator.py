@@ -13,7 +13,7 @@ engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full:
             which this device reads weights and filled keys and values once; prefill of rows of 2,048.
 tests       `pytest -m accelerator`: kernels against the reference, offloaded moments, determinism.
 quickstart  configs/quickstart.py in one process: its scores, seconds a step.
-mismatch    The same task by a model of 12 layers of 768 in bfloat16, periodic: |learner's − engine's log-prob| of every
+mismatch    The same task by a model of 4 layers of 512 in bfloat16, periodic: |learner's − engine's log-prob| of every
             token of a step, at the same weights, over 200 pushes.
 
 A part is a process of its own, and so is a shape with a kernel; each has a deadline. What is measured is written at

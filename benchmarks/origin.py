@@ -10,13 +10,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def origin() -> dict[str, str]:
-    """The keys for a result's JSON. The commit of a tree with changes ends in "+"."""
+    """The keys for a result's JSON. The commit of a changed tree ends in "+"; JAXRL_COMMIT names that of a copy."""
     return {"date": time.strftime("%Y-%m-%d"), "commit": _commit(), "processor": _processor()}
 
 
 def _commit() -> str:
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return found or os.environ.get("JAXRL_COMMIT", "")
 
 
 def _processor() -> str:

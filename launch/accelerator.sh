@@ -36,6 +36,7 @@ if [ "$verb" = wheels ]; then
         "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version=3.12 \
             --implementation=cp "${platforms[@]}" --platform=manylinux2014_x86_64 --dest "$folder" "$package"
     done
+    git describe --always --dirty=+ --exclude='*' >"$folder/commit"
     du -sm "$folder" | awk '{ print $1 " MiB of wheels in " $2 }'
     exit
 fi
@@ -69,4 +70,6 @@ fi
 mkdir -p "$site/xprof/cli/tools"
 touch "$site"/xprof/{,cli/,cli/tools/}__init__.py "$site/xprof/cli/tools/get_kernel_stats_tool.py"
 [ "$verb" = run ] || exit 0
+JAXRL_COMMIT=$(cat "$folder/commit" 2>/dev/null || true)
+export JAXRL_COMMIT
 PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" "$python" benchmarks/accelerator.py "$@"

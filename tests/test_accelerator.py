@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import shapes
 
-from configs import quickstart
-from jaxrl_async.config.build import make_settings
+from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.models import sharding
 from jaxrl_async.runtime.supervisor import in_one_process, visible_devices
 
@@ -75,4 +74,4 @@ def test_a_single_device_has_all_roles_in_one_process():
     found = visible_devices()
     if found[1] != 1:
         pytest.skip(f"{found[1]} devices")
-    assert in_one_process(make_settings(quickstart.get_config()), found)
+    assert in_one_process(settings_of(load_config("configs/quickstart.py")), found)

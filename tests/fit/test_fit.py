@@ -328,9 +328,11 @@ def test_the_cache_is_updated_in_place_on_a_target(target):
         assert program.aliased_bytes >= engine.cache_bytes, program.name
     decode, prefill = engine.programs
     assert decode.argument_bytes > engine.cache_bytes + engine.weights_bytes
-    # A step attends to the whole cache, of which it needs half. A prefill's blocks depend on the data: they count once.
+    # A step attends to the whole cache, of which it needs half. Of a prefill a kernel's blocks count whole, those
+    # of "xla", which depend on the data, once.
     assert 1.0 < decode.flops / decode.model_flops < 2.0
-    assert 0.8 < prefill.flops / prefill.model_flops < 1.0 and prefill.cost.unknown_loops
+    low, high = (1.0, 1.2) if target.startswith("v5e") else (0.8, 1.0)
+    assert low < prefill.flops / prefill.model_flops < high and prefill.cost.unknown_loops
 
 
 @pytest.mark.parametrize("target", SMALL_TARGETS)
