@@ -21,14 +21,7 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import map_state, stochastic_round
 from jaxrl_async.learner.statistics import Statistics
-from jaxrl_async.models import (
-    attention,
-    axes,
-    gpu_attention,
-    logprobs,
-    sharding,
-    transformer,
-)
+from jaxrl_async.models import attention, axes, gpu_attention, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens
 from jaxrl_async.publishing import scored

@@ -62,11 +62,7 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array,
 def choose(kernel: str, device: jax.Device, part: int, dtype: str, windows, head_dim: int) -> str:
     """A kernel of `of_rows` in the place of "auto": the fastest that fits, and "xla" where none does.
 
-    Args:
-      device: of the learner; it need not exist here.
-      part: tokens of a row on one device.
-      dtype: of the model.
-      windows, head_dim: as of `check_model`.
+    `part` is the tokens of a row on one device; `windows` and `head_dim` are those of `check_model`.
     """
     if kernel != "auto":
         return kernel

@@ -4,6 +4,7 @@ The kernels are called below tokamax's public function: that one asks the machin
 not the target, and its backward pass takes no result that was joined from several.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import math
@@ -22,9 +23,10 @@ _MODULES = {
 
 def choose(device: jax.Device, head_dim: int) -> str | None:
     """The first kernel that is written for a device and for heads of a size, where tokamax is installed."""
-    for kernel, (least, end) in CARDS.items():
-        if least <= _capability(device) < end and not (_refused(head_dim) or _is_missing()):
-            _load(kernel)
+    for kernel in CARDS:
+        with contextlib.suppress(ValueError):
+            check_model(kernel, head_dim)
+            check_device(kernel, device)
             return kernel
     return None
 
@@ -38,7 +40,7 @@ def check_model(kernel: str, head_dim: int) -> None:
     if kernel not in CARDS:
         return
     needs = f"attention_kernel {kernel!r} needs"
-    if _refused(head_dim):
+    if head_dim % 16 or head_dim > _MAX_HEAD_DIM:
         raise ValueError(
             f"{needs} heads whose size is a multiple of 16 of at most {_MAX_HEAD_DIM}, and the model's is {head_dim}: "
             "choose 'xla'"
@@ -55,7 +57,9 @@ def check_device(kernel: str, device: jax.Device) -> None:
     Raises:
       ValueError: names both.
     """
-    least, end = CARDS.get(kernel, (0.0, math.inf))
+    if kernel not in CARDS:
+        return
+    least, end = CARDS[kernel]
     if not least <= _capability(device) < end:
         cards = "Hopper" if end == 10 else "NVIDIA GPUs since Ampere"
         raise ValueError(
@@ -184,10 +188,6 @@ def _load(kernel: str) -> None:
     """Imports a kernel. Within a trace that would change JAX's settings, and every program would compile again."""
     for name in _MODULES[kernel]:
         importlib.import_module(f"tokamax._src.ops.attention.{name}")
-
-
-def _refused(head_dim: int) -> bool:
-    return head_dim % 16 != 0 or head_dim > _MAX_HEAD_DIM
 
 
 def _is_missing() -> bool:

@@ -146,7 +146,8 @@ def test_each_device_of_a_mesh_attends_to_whole_rows(plain):
 )
 def test_auto_is_the_best_kernel_that_fits(monkeypatch, platform, capability, fits, chosen):
     monkeypatch.setattr(gpu_attention, "_is_missing", lambda: False)
-    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    monkeypatch.setattr(gpu_attention, "_load", lambda kernel: None)
+    device = SimpleNamespace(platform=platform, device_kind="a card", compute_capability=capability)
     shape = dict(part=256, dtype="bfloat16", windows=(), head_dim=128) | fits
     assert attention.choose("auto", device, **shape) == chosen
     assert attention.choose("cudnn", device, **shape) == "cudnn"
@@ -202,6 +203,7 @@ def test_a_card_that_a_kernel_is_not_written_for_is_refused(kernel, capability, 
     refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
     with refused:
         gpu_attention.check_device(kernel, card)
+    gpu_attention.check_device("xla", card)  # with tokamax or without
     with pytest.raises(ValueError, match=f"'{kernel}' .* runs on cpu"):
         gpu_attention.check_device(kernel, jax.devices()[0])
 
