@@ -156,7 +156,7 @@ class _Clock:
                 if step.key:
                     self._ends[step.key] = step, self._send(step)
                 else:
-                    self._wait(step, self._send_at_once(step), times)
+                    self._wait(step, self._send(step), times)
             elif isinstance(step, hlo.Done) and step.key in self._ends:
                 self._wait(*self._ends.pop(step.key), times)
             elif isinstance(step, hlo.Loop):
@@ -165,18 +165,16 @@ class _Clock:
                 self._now += (length - 1) * (self._now - start)
 
     def _send(self, transfer: hlo.Transfer) -> float:
-        secs, links = self._routes(transfer)
-        end = max([self._now, *(self._free.get(link, 0.0) for link in links)]) + secs / self._share
-        self._free |= dict.fromkeys(links, end)
-        return end
-
-    def _send_at_once(self, transfer: hlo.Transfer) -> float:
+        """When it ends. A synchronous one goes at once, before those under way on its links."""
         secs, links = self._routes(transfer)
         secs /= self._share
+        begin = max([self._now, *(self._free.get(link, 0.0) for link in links)])
+        self._free |= dict.fromkeys(links, begin + secs)
+        if transfer.key:
+            return begin + secs
         for key, (other, end) in self._ends.items():
             if end > self._now and links & self._routes(other)[1]:
                 self._ends[key] = other, end + secs
-        self._free |= {link: max(self._now, self._free.get(link, 0.0)) + secs for link in links}
         return self._now + secs
 
     def _wait(self, transfer: hlo.Transfer, end: float, times: int) -> None:

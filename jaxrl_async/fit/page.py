@@ -26,7 +26,7 @@ def text(fit: Fit) -> str:
         "",
         f"{unit} a device:",
         f"{'program':12}{'arguments':>11}{'temporary':>11}{'others':>9}{'needs':>9}"
-        f"{'FLOPs':>11}{'/ model':>9}{'cycles':>11}{'kernels':>16}{'waits':>16}{'predicted':>16}{'of peak':>10}",
+        f"{'FLOPs':>11}{'/ model':>9}{'cycles':>13}{'kernels':>18}{'waits':>21}{'predicted':>21}{'of peak':>9}",
     ]
     programs = fit.all_programs
     lines += [_line(program, divisor) for program in programs] + [""]
@@ -62,10 +62,10 @@ def _line(program: Program, divisor: int) -> str:
             f"{size / divisor:>{w}.2f}" for size, w in zip(sizes, (11, 11, 9, 9), strict=True)
         )
         + f"{f'{more}{program.flops:.3g}':>11}{more + ratio if program.model_flops else ratio:>9}"
-        + f"{f'{longer}{program.secs:.3g} s' if program.secs else '-':>11}"
-        + f"{_secs(program.kernel_secs):>16}{unhidden + _secs(program.wait_secs):>16}"
-        + f"{longer + _secs(program.total_secs) if program.total_secs else '-':>16}"
-        + f"{less + percent(program.peak_share) if program.peak_share else '-':>10}"
+        + f"{f'{longer}{program.secs:.3g} s' if program.secs else '-':>13}"
+        + f"{_secs(program.kernel_secs):>18}{unhidden + _secs(program.wait_secs):>21}"
+        + f"{longer + _secs(program.total_secs) if program.total_secs else '-':>21}"
+        + f"{less + percent(program.peak_share) if program.peak_share else '-':>9}"
     )
 
 
