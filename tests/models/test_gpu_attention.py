@@ -151,6 +151,9 @@ def test_auto_is_the_best_kernel_that_fits(monkeypatch, platform, capability, fi
     shape = dict(part=256, dtype="bfloat16", windows=(), head_dim=128) | fits
     assert attention.choose("auto", device, **shape) == chosen
     assert attention.choose("cudnn", device, **shape) == "cudnn"
+    device.device_kind = ""
+    described = attention.choose("auto", device, **shape)
+    assert described == ("xla" if chosen == "triton" else chosen)
     monkeypatch.setattr(gpu_attention, "_is_missing", lambda: True)
     without = attention.choose("auto", device, **shape)
     assert without == ("splash" if chosen == "splash" else "xla")
