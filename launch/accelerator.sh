@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Ten minutes on a TPU or GPU without a network: carries what its Python lacks, and measures (benchmarks/accelerator.py).
 #
-#   launch/accelerator.sh wheels DIR          # here: downloads wheels for Python 3.12, x86-64
-#   launch/accelerator.sh run DIR [FLAG …]    # there, in a copy of this tree: installs the missing ones, measures
-#   launch/accelerator.sh check DIR           # there: says what is there already, and what is taken from DIR
+#   launch/accelerator.sh wheels DIR                      here: downloads wheels for Python 3.12, x86-64
+#   launch/accelerator.sh [--dry-run] run DIR [FLAG …]    there, in a copy of this tree: installs the missing ones, measures
 #
 # Nothing is installed into the machine's Python: what it lacks lies in a folder of its own, made anew by each run.
-# JAX with its CUDA or TPU plug-in must be there. PYTHON names the Python (python3); flags are the benchmark's.
+# JAX with its CUDA or TPU plug-in must be there. PYTHON names the Python (python3); flags are the benchmark's. --dry-run
+# says what is there already and what is taken from DIR, and prints the command.
 set -euo pipefail
 
 usage() { sed -En '2,/^[^#]/s/^#( |$)//p' "$0"; } # the comment at the head
-case ${1:-} in -h | --help) usage && exit ;; wheels | run | check) ;; *) usage >&2; exit 2 ;; esac
+dry=
+[ "${1:-}" = --dry-run ] && { dry=1 && shift; }
+case ${1:-} in -h | --help) usage && exit ;; wheels | run) ;; *) usage >&2; exit 2 ;; esac
 [ $# -ge 2 ] || { usage >&2; exit 2; }
 verb=$1 folder=$2
 shift 2
@@ -59,6 +61,10 @@ for text in sys.argv[1:]:
         print(wanted.name)
 END
 )
+if [ -n "$dry" ]; then
+    echo "$python" benchmarks/accelerator.py "$@"
+    exit
+fi
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 if [ -n "$missing" ]; then
@@ -69,7 +75,6 @@ fi
 # tokamax imports this module of xprof, of 100 MB, for its own benchmarks alone.
 mkdir -p "$site/xprof/cli/tools"
 touch "$site"/xprof/{,cli/,cli/tools/}__init__.py "$site/xprof/cli/tools/get_kernel_stats_tool.py"
-[ "$verb" = run ] || exit 0
 JAXRL_COMMIT=$(cat "$folder/commit" 2>/dev/null || true)
 export JAXRL_COMMIT
 PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" "$python" benchmarks/accelerator.py "$@"

@@ -2,6 +2,7 @@
 
 import configparser
 import contextlib
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -101,6 +102,17 @@ def test_help_is_the_whole_comment_at_the_head_of_a_script(script, word):
         head = [line for line in head if not line.startswith("#SBATCH")]
     comment = [line[2:] for line in head[: head.index("") if "" in head else None]]
     assert result.stdout.splitlines() == comment and comment[-1] != "set -euo pipefail"
+
+
+def test_an_accelerators_dry_run_says_what_is_there_and_what_is_carried(tmp_path):
+    words = ["bash", LAUNCH / "accelerator.sh", "--dry-run", "run", tmp_path, "--parts=device"]
+    environment = os.environ | {"PYTHON": sys.executable}
+    found = subprocess.run(words, text=True, capture_output=True, timeout=60, env=environment)
+    assert found.returncode == 0, found.stderr
+    said = dict(line.split(": ", 1) for line in found.stderr.splitlines())
+    assert said["jinja2"] == f"there, {importlib.metadata.version('jinja2')}"
+    assert all(text.startswith(("there, ", "carried, there is ")) for text in said.values())
+    assert found.stdout.split() == [sys.executable, "benchmarks/accelerator.py", "--parts=device"]
 
 
 @pytest.mark.parametrize("name", ["local.sh", "slurm.sbatch"])
