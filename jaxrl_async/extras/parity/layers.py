@@ -184,8 +184,9 @@ def _engine_forward(model, tokens, prompt_tokens):
         hidden, new = model.prefill(row[None], positions, (segments,))
         return hidden[0, :P], jax.tree.map(lambda x: x[:, 0], new)
 
-    def in_slots(keys, empty):  # [B, L, N, bucket, C] → [L, B, N, T, C]
-        empty = jnp.zeros(empty.shape, empty.dtype)
+    def in_slots(keys):  # [B, L, N, bucket, C] → [L, B, N, T, C]
+        B, L, N, _, C = keys.shape
+        empty = jnp.zeros((L, B, N, T, C), keys.dtype)
         return jax.lax.dynamic_update_slice(empty, keys.swapaxes(0, 1), (0,) * 5)
 
     def decode(cache, step):
@@ -195,7 +196,7 @@ def _engine_forward(model, tokens, prompt_tokens):
 
     prompts, new = jax.lax.map(prefill, jnp.pad(tokens[:, :P], ((0, 0), (0, bucket - P))))
     steps = (tokens[:, P:].T, np.arange(P, T, dtype=np.int32))
-    _, decoded = jax.lax.scan(decode, jax.tree.map(in_slots, new, shapes.cache), steps)
+    _, decoded = jax.lax.scan(decode, jax.tree.map(in_slots, new), steps)
     return jnp.concatenate([prompts, decoded.swapaxes(0, 1)], axis=1)
 
 
