@@ -3,12 +3,12 @@
     launch/accelerator.sh run wheels --out=DIR          # what this machine lacks is taken from the folder `wheels`
     python benchmarks/accelerator.py [--parts=NAME,…] [--minutes=10] [--out=DIR] [--smoke]
 
-device      The rate of a bfloat16 product, 8192³, and of a copy of 1 GiB, counting what is read and what is written.
+device      The rate of a bfloat16 product, 8192³, and of a copy of 1 GiB, counting bytes read and written.
 learner     Whole updates (accumulate, update with Adam) of Qwen3-0.6B's and Qwen2.5-1.5B's shapes, random weights,
             bfloat16, remat, rows of one sequence of 16,384 or 65,536 tokens, and of 16 sequences of 1,024, by each
             attention kernel, and once without remat: tokens/s, model FLOPs (no credit for what remat computes again)
-            beside the device's published peak and beside the product above, the most memory in use, and what the
-            device spent its time with.
+            beside the device's published peak and beside the product above, the most memory in use, and the
+            kernels that the device ran longest.
 engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full: a step of decode beside the time in
             which this device reads weights and filled keys and values once; prefill of rows of 2,048.
 tests       `pytest -m accelerator`: kernels against the reference, offloaded moments, determinism.

@@ -78,11 +78,9 @@ class Shapes:
         self._device = device or jax.devices()[0]
         self.params = weights_like(config, device)
         shape = num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
+        keys = jax.ShapeDtypeStruct((config.num_layers, *shape), jnp.dtype(config.dtype))
         if self._device.platform == "gpu":
-            keys = config.num_layers * (jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)),)
-        else:
-            shape = config.num_layers, *shape
-            keys = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+            keys = config.num_layers * (jax.ShapeDtypeStruct(shape, keys.dtype),)
         self.cache = transformer.KVCache(keys, keys)
         self.buckets = tuple(_buckets(max_total_tokens))
 
