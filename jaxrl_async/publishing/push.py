@@ -7,7 +7,7 @@ import logging
 import os
 import pathlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -104,10 +104,12 @@ class Push:
             self.check_wanted()
             may_differ = False
             try:
-                await kind.pause(
-                    mode=self.options.mode,
-                    timeout_secs=self.left(),
-                    lease_secs=self.options.pause_lease_secs,
+                await _to_its_end(
+                    kind.pause(
+                        mode=self.options.mode,
+                        timeout_secs=self.left(),
+                        lease_secs=self.options.pause_lease_secs,
+                    )
                 )
                 if kind.verifies_itself:
                     yield self.name
@@ -173,6 +175,17 @@ def write_difference(stored: StoredVersion, base: str) -> pathlib.Path | None:
         log.info("%s: %d bytes, %.3g of the version", file, size, size / num_bytes)
         return file
     return None
+
+
+async def _to_its_end(pause: Coroutine[Any, Any, None]) -> None:
+    """Awaits a pause; a cancellation waits for it: a server could otherwise take it after the call to continue."""
+    task = asyncio.create_task(pause)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with contextlib.suppress(ServerError, TimeoutError):
+            await asyncio.wait_for(task, CONTINUE_TIMEOUT_SECS)
+        raise
 
 
 async def _abandon(kind: Pausable, may_differ: bool) -> None:

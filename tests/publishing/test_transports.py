@@ -488,6 +488,31 @@ async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, 
     assert "/abort_request" not in server.routes()
 
 
+async def test_a_push_that_is_cancelled_while_a_server_takes_its_pause_leaves_it_running(
+    client, server, path
+):
+    asked, taken, take = asyncio.Event(), [], server.pause_generation
+    loop = asyncio.get_running_loop()
+
+    async def slowly(payload):
+        loop.call_soon_threadsafe(asked.set)
+        await asyncio.sleep(0.2)
+        taken.append(payload)
+        return await take(payload)
+
+    server.pause_generation = slowly
+    pushing = asyncio.create_task(push("disk", client, server, path))
+    async with asyncio.timeout(TIMEOUT_SECS):
+        await asked.wait()
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+        while not taken:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not server.paused and server.routes()[-1] == "/continue_generation"
+
+
 async def test_pushes_of_one_version_compute_its_checksums_once(client, path, monkeypatch):
     stored, computed, checksums_of = StoredVersion(path), [], checksums.checksums_of
 
