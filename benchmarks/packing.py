@@ -17,7 +17,6 @@ they were there.
 """
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import time
@@ -205,7 +204,7 @@ def fixed(groups: Sequence[Group], work: dict) -> list[Batch]:
     """Microbatches with one trajectory to a row."""
     rows = [row for group in groups for row in pack([group], work, "in_order", rows=1)]
     rows += [packing.empty_batch(1, work["row_tokens"])] * (-len(rows) % work["rows"])
-    names = [field.name for field in dataclasses.fields(Batch)]
+    names = [name for name, array in vars(rows[0]).items() if array is not None]
     return [
         Batch(**{n: np.concatenate([getattr(r, n) for r in rows[i : i + work["rows"]]]) for n in names})
         for i in range(0, len(rows), work["rows"])

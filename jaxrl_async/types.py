@@ -25,6 +25,7 @@ NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 MAX_COMPONENTS = 16  # of a reward
 MAX_REWARD = 2.0**53  # Beyond it, float64 has no neighbouring whole numbers.
 MAX_ROWS = 256  # of a sample
+ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))  # of up to 255 experts, of more
 FINISH_REASONS = ("stop", "length")  # a stop token, or the token budget
 _COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
@@ -51,6 +52,18 @@ class Turn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Choices:
+    """The discrete choices of an engine, of each token of a trajectory. A field is None where it was not recorded."""
+
+    # uint8, from 256 experts on uint16 [T, L, K]: the experts that computed the token at t as an input; the dtype's
+    # maximum where they are not known, as of the last token.
+    routes: np.ndarray | None = None
+    # int32 [T, M]: the ids, ascending and padded with −1, among which the token at t was drawn; −1 alone where none
+    # was cut off, or nothing was drawn.
+    kept: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """One token row: the prompt, then sampled tokens, with tool output between turns.
 
@@ -68,6 +81,7 @@ class Trajectory:
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
     # where turns have rewards of their own, whose sum is `reward`; a token belongs to the first turn that ends after it
     turns: tuple[Turn, ...] = ()
+    choices: Choices = Choices()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -174,6 +188,14 @@ class Batch:
     token_versions: np.ndarray  # int32 [B, T]
     advantages: np.ndarray  # float32 [B, T], the sample's advantage on each of its tokens
     sample_share: np.ndarray  # float32 [B, T], the row's share of its sample's sampled tokens
+    # Of `Choices`, for a learner that replays them; padding has the dtype's maximum, and −1.
+    routes: np.ndarray | None = None  # uint8 or uint16 [B, T, L, K]
+    kept: np.ndarray | None = None  # int32 [B, T, M]
+
+    def rows(self, chosen: slice | np.ndarray) -> "Batch":
+        """Some of its rows."""
+        arrays = {name: array for name, array in vars(self).items() if array is not None}
+        return Batch(**{name: array[chosen] for name, array in arrays.items()})
 
 
 class InvalidTrajectoryError(ValueError):
@@ -224,6 +246,8 @@ def check_trajectory(
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
     if problem := component_problem(t.components):
         _refuse(problem)
+    if problem := choices_problem(t.choices, t.tokens, t.mask, vocab_size):
+        _refuse(problem)
     if t.turns and (problem := turns_problem(t.turns, t.prompt_length, t.mask, t.reward)):
         _refuse(problem)
 
@@ -237,6 +261,43 @@ def component_problem(components: Mapping[str, float]) -> str:
             return f"the name of a reward's component must match {_COMPONENT.pattern}, got {name!r:.80}"
         if not _is_finite(value):
             return f"component {name!r} of a reward must be finite, got {value!r:.80}"
+    return ""
+
+
+def choices_problem(choices: Choices, tokens: np.ndarray, mask: np.ndarray, vocab_size: int) -> str:
+    """The fault in the recorded choices of a trajectory, in words; "" for none.
+
+    Args:
+      choices: of one trajectory.
+      tokens: int32 [T].
+      mask: bool [T], True on sampled tokens.
+      vocab_size: kept ids must lie in [0, vocab_size).
+    """
+    routes, kept = choices.routes, choices.kept
+    if routes is not None:
+        is_sound = isinstance(routes, np.ndarray) and routes.dtype in ROUTE_DTYPES
+        if not is_sound or routes.ndim != 3 or len(routes) != len(tokens) or 0 in routes.shape:
+            found = f"{getattr(routes, 'dtype', type(routes))} {list(np.shape(routes))}"
+            return f"routes must be uint8 or uint16 [{len(tokens)}, L, K], got {found}"
+    if kept is None:
+        return ""
+    is_sound = isinstance(kept, np.ndarray) and kept.dtype == np.int32
+    if not is_sound or kept.ndim != 2 or len(kept) != len(tokens) or not kept.shape[1]:
+        found = f"{getattr(kept, 'dtype', type(kept))} {list(np.shape(kept))}"
+        return f"kept must be int32 [{len(tokens)}, M], got {found}"
+    if kept.min() < -1 or kept.max() >= vocab_size:
+        bad = kept[(kept < -1) | (kept >= vocab_size)][0]
+        return f"kept id {bad} is outside [−1, {vocab_size})"
+    cuts, before, after = kept[:, 0] >= 0, kept[:, :-1], kept[:, 1:]
+    if (cuts & ~mask).any():
+        return f"kept has ids at token {np.argmax(cuts & ~mask)}, which was not sampled"
+    rising = (after > before) | (after == -1)
+    if not rising.all() or ((before == -1) & (after >= 0)).any():
+        return "kept ids of a token must ascend, with −1 behind them alone"
+    lacks = cuts & ~(kept == tokens[:, None]).any(axis=1)
+    if lacks.any():
+        at = int(np.argmax(lacks))
+        return f"token {tokens[at]} at {at} is none of the {(kept[at] >= 0).sum()} kept ids"
     return ""
 
 

@@ -5,7 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory, Turn, check_trajectory
+from jaxrl_async.types import (
+    Choices,
+    Group,
+    InvalidTrajectoryError,
+    Trajectory,
+    Turn,
+    check_trajectory,
+)
 
 GOOD = Trajectory(
     tokens=np.array([1, 2, 3, 4, 5], np.int32),
@@ -60,6 +67,49 @@ def test_turns_that_end_one_after_another_and_sum_to_the_reward_are_allowed():
 def test_what_breaks_the_law_is_refused_with_field_value_and_bound(changes, message):
     with pytest.raises(InvalidTrajectoryError, match=message):
         check(**changes)
+
+
+def routes(shape=(5, 3, 2), dtype=np.uint8):
+    return Choices(routes=np.zeros(shape, dtype))
+
+
+def kept(*ids, dtype=np.int32, length=5):
+    """The kept ids of token 2, which is 3; of no other."""
+    array = np.full((length, 3), -1, dtype)
+    array[2, : len(ids)] = ids
+    return Choices(kept=array)
+
+
+def test_the_choices_of_an_engine_are_allowed():
+    check(choices=routes())
+    check(choices=routes((5, 1, 8), np.uint16))
+    check(choices=kept(0, 3, 5))
+    check(choices=kept(3))
+    check(choices=kept())
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (routes(dtype=np.int32), r"routes must be uint8 or uint16 \[5, L, K\], got int32 \[5, 3, 2\]"),
+        (routes((4, 3, 2)), r"routes must be .* \[5, L, K\], got uint8 \[4, 3, 2\]"),
+        (routes((5, 3)), r"got uint8 \[5, 3\]"),
+        (routes((5, 0, 2)), r"got uint8 \[5, 0, 2\]"),
+        (Choices(routes=[1]), r"got <class 'list'> \[1\]"),  # type: ignore[arg-type]
+        (kept(3, dtype=np.int64), r"kept must be int32 \[5, M\], got int64 \[5, 3\]"),
+        (kept(3, length=4), r"kept must be int32 \[5, M\], got int32 \[4, 3\]"),
+        (kept(3, 6), r"kept id 6 is outside \[−1, 6\)"),
+        (kept(-2, 3), r"kept id -2 is outside"),
+        (kept(3, 1), r"kept ids of a token must ascend"),
+        (kept(3, 3), r"kept ids of a token must ascend"),
+        (kept(-1, 3), r"kept ids of a token must ascend"),
+        (kept(1, 4), r"token 3 at 2 is none of the 2 kept ids"),
+        (Choices(kept=np.full((5, 1), [[-1], [2], [-1], [-1], [-1]], np.int32)), r"token 1, which was not sampled"),
+    ],
+)  # fmt: skip
+def test_choices_that_break_the_law_are_refused_by_name(choices, message):
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        check(choices=choices)
 
 
 def test_a_row_longer_than_the_bound_is_refused():

@@ -58,6 +58,10 @@ class Completion:
     finish_reason: dict | None
     prompt_tokens: int
     num_retractions: int
+    # Of `types.Choices`, where they are recorded: uint8 or uint16 [P + N, L, K] of prompt and output, and
+    # int32 [N, M] of the output.
+    routes: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
 # Called on the engine thread with all requests that ended, or went on, together, as (rid, completion or error).

@@ -167,7 +167,7 @@ def _fill(pieces, segments, microbatch_rows, row_tokens):
     ):
         array.reshape(-1)[row[segment] * row_tokens + column] = values
     return [
-        Batch(**{name: array[i : i + microbatch_rows] for name, array in vars(whole).items()})
+        whole.rows(slice(i, i + microbatch_rows))
         for i in range(0, len(whole.tokens), microbatch_rows)
     ]
 

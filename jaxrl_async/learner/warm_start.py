@@ -58,7 +58,7 @@ def warm_start(
     for step, chosen in enumerate(
         _epochs(len(demonstrations), settings.batch_size, settings.num_steps, seed), start=1
     ):
-        batch = Batch(**{name: array[chosen] for name, array in vars(rows).items()})
+        batch = rows.rows(chosen)
         if jax.process_count() > 1:  # A single process leaves it to the jit, which is faster.
             batch = sharding.place(batch, jax.tree.map(lambda _: row_sharding, batch))
         params, opt_state, next_loss = step_program(params, opt_state, batch)

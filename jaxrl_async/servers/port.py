@@ -105,6 +105,9 @@ class Completion:
     logprobs: np.ndarray  # float32 [N], at the sampling temperature, ≤ 0
     versions: np.ndarray  # int32 [N], the weights that sampled each token, ≥ 0
     finish_reason: str  # "stop" | "length" | "abort"; N = 0 is possible under "abort" only
+    # Of `types.Choices`, where they are recorded: uint8 or uint16 [P + N, L, K] of prompt and tokens, and int32 [N, M].
+    routes: np.ndarray | None = None
+    kept: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
