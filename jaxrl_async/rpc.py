@@ -10,6 +10,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from jaxrl_async import security
 
+HEALTH = "grpc.health.v1.Health"  # the service that Kubernetes' probes call
 PING_SECS = 10.0  # interval of pings, and deadline of their answer: then a connection is given up
 
 
@@ -74,12 +75,14 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, what: str, token: str):
         """`what`: "queue", of errors."""
-        self._token = token
+        self._token, self._probed = token, f"/{HEALTH}/Check"
         self._reason = f"this {what} asks for a token, and this call gave none or another one"
 
     async def intercept_service(
         self, continuation: Callable[..., Any], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
+        if handler_call_details.method == self._probed:
+            return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata).get("authorization", "")
         if security.is_bearer(str(given), self._token):
             return await continuation(handler_call_details)
@@ -88,6 +91,17 @@ class TokenCheck(grpc.aio.ServerInterceptor):
 
     async def _refuse(self, messages, context: grpc.aio.ServicerContext):
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._reason)
+
+
+def health() -> grpc.GenericRpcHandler:
+    """grpc.health.v1, without a token: SERVING for every service, while the event loop answers."""
+
+    # A handler of a stream: an unknown caller's message is not received.
+    async def check(messages: Any, context: grpc.aio.ServicerContext) -> bytes:
+        return b"\x08\x01"  # HealthCheckResponse(status=SERVING)
+
+    methods = {"Check": grpc.stream_unary_rpc_method_handler(check)}
+    return grpc.method_handlers_generic_handler(HEALTH, methods)
 
 
 def channel_credentials(tls_ca: str) -> grpc.ChannelCredentials | None:

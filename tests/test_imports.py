@@ -133,6 +133,7 @@ MAY_IMPORT["roles"] = {
     "samples",
     "servers",
     "tasks",
+    "types",
     "versions",
 }
 MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "parts", "runtime"}

@@ -205,7 +205,8 @@ def _run_one(
     settings: Settings, values: flags.FlagValues, workdir: pathlib.Path, *, graceful: bool
 ) -> int:
     role = values.role
-    security.log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    security.log_to_stderr("json" if settings.monitoring.logs == "json" else text)
     for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if found := in_the_clear(settings):

@@ -92,6 +92,8 @@ def in_the_clear(s: Settings) -> list[str]:
     for address in s.rollout.reward_addresses:
         if not s.queue.tls_ca and not is_local(address):
             found.append(f"rollout.reward_addresses = {address}")
+    if s.monitoring.address and not is_local(s.monitoring.address):
+        found.append(f"monitoring.address = {s.monitoring.address}")
     for name in ("addresses", "control_addresses"):
         for url in getattr(s.server, name):
             scheme, _, address = url.partition("://")
@@ -186,6 +188,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
         _of_attention,
         _of_delay,
         _of_evaluation,
+        _of_profile,
     )
     for part in parts:
         yield from part(s)
@@ -210,6 +213,11 @@ def _of_queue(s: Settings) -> Iterator[str]:
         security.check_listener("the queue", address, queue.token_env, "queue.token_env")
     except ValueError as error:
         yield f"queue.address: {error}"
+    try:
+        page = s.monitoring.address or "localhost:0"
+        security.check_listener("metrics", page, queue.token_env, "queue.token_env")
+    except ValueError as error:
+        yield f"monitoring.address: {error}"
     if len({bool(path) for path in (queue.tls_cert, queue.tls_key, queue.tls_ca)}) > 1:
         given = f"{queue.tls_cert!r}, {queue.tls_key!r} and {queue.tls_ca!r}"
         yield f"queue.tls_cert, queue.tls_key and queue.tls_ca go together, got {given}"
@@ -333,6 +341,12 @@ def _of_agent(s: Settings) -> Iterator[str]:
                 f"tokenizer.{name} must be '' where rollout.function = 'agent', whose messages are its own; got "
                 f"{value!r:.60}"
             )
+
+
+def _of_profile(s: Settings) -> Iterator[str]:
+    steps = s.learner.profile_steps
+    if steps and (len(steps) != 2 or steps[0] > steps[1]):
+        yield f"learner.profile_steps must be (), or (first, last) step; got {steps}"
 
 
 def _of_loop(s: Settings) -> Iterator[str]:

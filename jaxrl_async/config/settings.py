@@ -338,6 +338,8 @@ class Learner:
     max_mismatch: float = setting(0.0, "Largest mismatch/mean_abs of engine and learner, beyond which the run stops "
         "before the step counts; 0 for a warning alone.", at_least=0, unit="nats", since="0.1.0")
     deterministic: bool = setting(False, "Reproduce the same bits on GPUs, at a cost; CPUs and TPUs always do.")
+    profile_steps: tuple[int, ...] = setting((), "First and last step of a profile, which jax.profiler writes to "
+        "WORKDIR/profile; empty for none.", at_least=1, unit="step numbers", since="0.2.0")
     compilation_cache: str = setting("", "Directory that keeps compiled programs between runs; empty for none.")
 
     @property
@@ -436,6 +438,16 @@ class Tracker:
 
 
 @dataclasses.dataclass(frozen=True)
+class Monitoring:
+    """A run as operators watch it (runtime/monitoring.py)."""
+    address: str = setting("", "Address `host:port` at which every role answers `/metrics`, for Prometheus, and "
+        "`/health`; port 0 takes a free one, which WORKDIR/scrape/ROLE.json names, and several roles on one machine "
+        "take the ports after another one. Empty for none.", form=forms.host_port, since="0.2.0")
+    logs: str = setting("text", "Form of the roles' log lines: text, or an object of JSON each.",
+        choices=("text", "json"), since="0.2.0")
+
+
+@dataclasses.dataclass(frozen=True)
 class Cpus:
     """Processor cores of each role on this machine."""
     learner: tuple[int, ...] = setting((), "Cores of the learner; empty lets the system choose.")
@@ -472,6 +484,7 @@ class Settings:
     evaluate: Evaluate = Evaluate()
     supervisor: Supervisor = Supervisor()
     tracker: Tracker = Tracker()
+    monitoring: Monitoring = Monitoring()
     cpus: Cpus = Cpus()
 
 

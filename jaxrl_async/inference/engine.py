@@ -183,6 +183,11 @@ class Engine:
         return len(self._running)
 
     @property
+    def is_paused(self) -> bool:
+        """Whether it generates nothing until it is resumed."""
+        return self._paused is not None
+
+    @property
     def num_waiting(self) -> int:
         """Requests accepted and not in a slot."""
         return len(self._live) - len(self._running)

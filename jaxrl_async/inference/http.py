@@ -12,12 +12,15 @@ import logging
 import os
 import pathlib
 import time
+import types
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 
 from jaxrl_async import security
 from jaxrl_async.inference import fields, loading, texts
@@ -37,7 +40,14 @@ MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
 _INFO_ROUTES = (protocol.MODEL_INFO, "/get_model_info", "/server_info")
-_INFORMATION_ROUTES = {"/generate", "/health_generate", "/v1/models", *_INFO_ROUTES, *texts.KEYS}
+_INFORMATION_ROUTES = {
+    "/generate",
+    "/health_generate",
+    "/metrics",
+    "/v1/models",
+    *_INFO_ROUTES,
+    *texts.KEYS,
+}
 log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 _GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs"}
@@ -154,6 +164,7 @@ class _Routes:
             web.post(protocol.UPDATE_FROM_DISK, updates),
             *(web.get(route, self.model_info) for route in _INFO_ROUTES),
             web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
             web.get("/health_generate", self.health_generate),
         ]
         if self._texts is not None:
@@ -358,6 +369,20 @@ class _Routes:
         self.receiver.open()
         yield
         self.receiver.close()
+
+    async def metrics(self, http_request):
+        """The engine's state for Prometheus."""
+        engine = self._engine
+        values = {
+            "running_requests": (engine.num_running, "requests that are decoded"),
+            "waiting_requests": (engine.num_waiting, "requests that wait for a slot"),
+            "slots": (engine.num_slots, "requests that can be decoded at once"),
+            "paused": (engine.is_paused, "whether generation stands still for a push"),
+            "expired_pauses": (self.receiver.lease.num_expired, "pauses of a lost learner, ended"),
+        }
+        families = [GaugeMetricFamily(f"jaxrl_engine_{n}", a, v) for n, (v, a) in values.items()]
+        text = generate_latest(types.SimpleNamespace(collect=lambda: families))
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def model_info(self, http_request):
         """Answers while paused: it is the liveness probe, and 503 once the engine is dead."""

@@ -394,8 +394,11 @@ class Block(nnx.Module):
     def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
         cache = KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        return self.finish(x_BTD, attend(q, k, v, ids)), cache
+        with jax.named_scope("attention"):
+            attended = attend(q, k, v, ids)
+        return self.finish(x_BTD, attended), cache
 
+    @jax.named_scope("projections")
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
         B, T, _ = x_BTD.shape
@@ -412,6 +415,7 @@ class Block(nnx.Module):
         rope_of_q = rope if scale == 1 else tuple(scale * x for x in rope)
         return _rotate(q, rope_of_q), _rotate(k, rope), v
 
+    @jax.named_scope("mlp")
     def finish(self, x_BTD, attended_BTHC):
         """The rest of the layer after attention: output projection, MLP, post-norms, both residuals."""
         B, T, _ = x_BTD.shape

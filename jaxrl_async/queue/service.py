@@ -93,7 +93,7 @@ async def serve(
         options=rpc.server_options(max_message_bytes),
         interceptors=[rpc.TokenCheck("queue", token)] if token else [],
     )
-    server.add_generic_rpc_handlers((_handlers(service),))
+    server.add_generic_rpc_handlers((_handlers(service), rpc.health()))
     port = rpc.bind(server, "the queue", address, tls_cert=tls_cert, tls_key=tls_key)
     await server.start()
     switch_secs = sys.getswitchinterval()

@@ -59,7 +59,7 @@ async def serve(
         options=rpc.server_options(MAX_MESSAGE_BYTES),
         interceptors=[rpc.TokenCheck("reward service", token)] if token else [],
     )
-    server.add_generic_rpc_handlers((_handlers(pool),))
+    server.add_generic_rpc_handlers((_handlers(pool), rpc.health()))
     async with pool:
         port = rpc.bind(server, "the reward service", address, tls_cert=tls_cert, tls_key=tls_key)
         await server.start()

@@ -24,6 +24,7 @@ from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
+from jaxrl_async.learner.profile import Profile, TracedTimers
 from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.metrics import MetricsWriter, Timers
@@ -46,6 +47,7 @@ from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
 from jaxrl_async.tasks.task import Task
+from jaxrl_async.types import Group
 from jaxrl_async.versions.memory import MemoryStore
 from jaxrl_async.versions.store import WeightStore
 
@@ -255,7 +257,9 @@ class _Process:
                 score=_score_of(settings, train_step, publisher, is_foreign),
                 **self._part,
             )
-            timers = Timers()
+            profile = Profile(workdir / "profile", settings.learner.profile_steps)
+            stack.callback(profile.close)
+            timers = TracedTimers() if settings.learner.profile_steps else Timers()
             ended = threading.Event()
             stack.callback(ended.set)
             of = (queue, self.process, timers, publisher, ended)
@@ -272,7 +276,8 @@ class _Process:
                 metrics=metrics,
                 timers=timers,
                 reference=reference,
-                keep_samples=kept.write,
+                kept=kept,
+                profile=profile,
             )
 
     def _restored(self, train_step: TrainStep, fallback: bool) -> _Start:
@@ -344,6 +349,8 @@ class _Process:
         queue: LearnerQueue,
         publisher: Versions,
         timers: Timers,
+        kept: SampleWriter,
+        profile: Profile,
         **others: Any,
     ) -> bool:
         """Publishes the version of the start, and trains from there; further arguments as of `learner.train`."""
@@ -378,12 +385,17 @@ class _Process:
                 check_workdir()
                 saves.check()
                 if chunk_arrived:
+                    profile.begin(step)
                     gc_freeze("the learner's programs")
                 return agreement.should_stop(step, chunk_arrived)
 
             def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:
                 queue.confirm()  # An elder learner must not overwrite a younger one's checkpoints.
                 saves.save(step, state, resume_point)
+
+            def keep(step: int, groups: Sequence[Group]) -> None:
+                kept.write(step, groups)
+                profile.end(step)
 
             learners.train(
                 state,
@@ -395,6 +407,7 @@ class _Process:
                 save=save,
                 timers=timers,
                 should_stop=should_stop,
+                keep_samples=keep,
                 **others,
             )
             saves.check(wait=True)

@@ -12,7 +12,7 @@ from jaxrl_async.config.checks import check_new, warnings
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
 from jaxrl_async.queue import journal
-from jaxrl_async.runtime import libraries, supervisor
+from jaxrl_async.runtime import libraries, monitoring, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers.descriptors import raise_open_file_limit
@@ -138,6 +138,7 @@ def run_role(
       Whether the run is done; False for a learner that stopped early.
     """
     raise_open_file_limit()
+    monitoring.serve(settings, workdir, role, index)
     match role:
         case "queue":
             from jaxrl_async.roles import queue

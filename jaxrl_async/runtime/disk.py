@@ -101,8 +101,9 @@ def said(log: pathlib.Path, start: int) -> str:
     """The plan of `Room.plan`, from a learner's log after its first `start` bytes; "" before it stands there."""
     with open(log, encoding="utf-8", errors="replace") as file:
         file.seek(start)
-        found = [line for line in file if f": {_HEAD}" in line and line.endswith("\n")]
-    return _HEAD + security.escaped(found[0].partition(f": {_HEAD}")[2].strip()) if found else ""
+        messages = (security.message_of(line) for line in file if line.endswith("\n"))
+        found = next((text for text in messages if text.startswith(_HEAD)), "")
+    return security.escaped(found.strip())
 
 
 def size(num_bytes: float) -> str:

@@ -15,6 +15,7 @@ import tqdm
 
 from jaxrl_async.metrics import coverage_of, failed_of, score_names
 from jaxrl_async.records import READS, QueueStatus, Wait
+from jaxrl_async.security import message_of
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
@@ -117,7 +118,7 @@ def stage_of(status: QueueStatus | None, said: str) -> str:
     """The stage of a run before its first step; after a colon, its figures."""
     wait = _wait_of_learner(status)
     what = wait.what if wait else ""
-    message = said.rpartition(" INFO ")[2].partition(": ")[2]
+    message = message_of(said)
     if message.startswith("warm start: ") and not what:
         return message
     if not what or "start" in what:

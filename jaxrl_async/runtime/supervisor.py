@@ -26,7 +26,7 @@ from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import NewSteps, last_metrics
 from jaxrl_async.queue.calls import Glance
 from jaxrl_async.records import QueueStatus
-from jaxrl_async.runtime import disk, keys, status
+from jaxrl_async.runtime import disk, keys, monitoring, status
 from jaxrl_async.runtime.disk import size
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
@@ -129,6 +129,8 @@ def run(
 
     def start(name: str, resume: bool, fallback: bool = False) -> Role:
         flags = ["--resume"] * resume + ["--fallback"] * fallback
+        if page := settings.monitoring.address:
+            flags += [f"--config.monitoring.address={monitoring.nth(page, names.index(name))}"]
         return _start(name, workdir, addresses + flags, devices)
 
     roles: list[Role] = []
@@ -303,6 +305,8 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         lines.append(f"  rewards  {', '.join(rewards)}")
     if settings.journal.keep != "none":
         lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir))}")
+    if page := settings.monitoring.address:
+        lines.append(f"  metrics  from {page} on, {workdir}/{monitoring.SCRAPE}/*.json")
     if found := coverage.read(pathlib.Path(workdir)):
         lines += [f"  prompts  {line}" for line in found.lines()]
     if found := in_the_clear(settings):

@@ -21,6 +21,7 @@ from fixtures.served_engine import (
     weights,
     write_weights,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, loading, programs
@@ -235,6 +236,18 @@ async def test_model_info_and_health_answer_also_while_paused(client):
     assert status == 200
     assert info["weight_version"] == "3" and info["is_generation"]
     assert (await client.get("/health"))[0] == 200
+
+
+async def test_metrics_say_whether_it_is_paused(client):
+    async def paused():
+        async with client.session.get(f"http://127.0.0.1:{client.port}/metrics") as answer:
+            families = {f.name: f for f in text_string_to_metric_families(await answer.text())}
+        assert families["jaxrl_engine_slots"].samples[0].value == SHAPE["num_slots"]
+        return families["jaxrl_engine_paused"].samples[0].value
+
+    assert await paused() == 0
+    await client("/pause_generation", {"mode": "in_place"})
+    assert await paused() == 1
 
 
 async def test_a_pause_with_a_lease_ends_by_itself(client, caplog):
@@ -858,6 +871,7 @@ async def test_keys_are_asked_for_as_sglang_does(engine, keys, data, control):
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             for method, route, allowed in (
                 ("GET", "/model_info", data),
+                ("GET", "/metrics", data),
                 ("POST", "/continue_generation", control),
                 ("PUT", "/weights/1/config.json", control),
                 ("GET", "/health", (None, "a", "b", "any", "é")),

@@ -580,7 +580,7 @@ def test_a_number_that_is_another_programs_by_now_is_left_alone(host, tmp_path):
 JOBSET = {
     "apiVersion": str,
     "kind": str,
-    "metadata": {"name": str},
+    "metadata": {"name": str, "labels": {"kueue.x-k8s.io/queue-name": str}},
     "spec": {
         "successPolicy": {"operator": ("All", "Any"), "targetReplicatedJobs": [str]},
         "failurePolicy": {
@@ -732,6 +732,35 @@ def test_the_pods_of_a_jobset_are_all_processes_of_one_run(jobset, dry):
     learners = [place for place in places if place[0] == "learner"]
     assert len(learners) == settings["learner"]["num_processes"] == int(environ["JOBSET_LEARNERS"])
     assert ("queue", "0") in places and ("rollout", "1") in places
+
+
+def test_every_pod_is_probed_where_its_role_answers(jobset_with_rewards, dry):
+    for job in jobset_with_rewards["spec"]["replicatedJobs"]:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        probe = container["livenessProbe"]
+        assert (
+            probe["periodSeconds"] * probe["failureThreshold"] >= 300
+        )  # A push or a compilation is no death.
+        if job["name"] == "server":
+            *python, script = probe["exec"]["command"]
+            assert python == ["python3", "-c"] and compile(script, "probe", "exec")
+            (key,) = re.findall(r"environ\['(\w+)'\]", script)
+            assert key in {variable["name"] for variable in container["env"]}
+        elif job["name"] == "queue":
+            assert probe["grpc"] == {"port": cluster.QUEUE_PORT}
+        else:
+            address = "--config.monitoring.address=0.0.0.0:9100"
+            assert probe["httpGet"] == {"path": "/health", "port": 9100}
+            assert address in container["command"]
+
+
+def test_pods_on_accelerators_may_be_spot_and_say_what_they_need(jobset):
+    for job in jobset["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        keys = {taint["key"] for taint in pod.get("tolerations", [])}
+        assert keys == ({"cloud.google.com/gke-spot"} if "nodeSelector" in pod else set())
+        assert container["resources"]["requests"].keys() == {"cpu", "memory"}
 
 
 def test_a_preempted_learner_starts_all_jobs_again_and_another_pod_is_made_anew_alone(jobset):

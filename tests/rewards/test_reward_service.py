@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 
+import grpc
 import psutil
 import pytest
 
@@ -120,6 +121,12 @@ async def test_a_service_answers_and_fails_in_the_words_of_a_pool():
     for ours, theirs in zip(here[2:], there[2:], strict=True):
         assert type(ours) is type(theirs) and str(ours) == str(theirs)
         assert (ours.place, ours.traceback) == (theirs.place, theirs.traceback)
+
+
+async def test_a_probe_needs_no_token():
+    async with served(token="secret") as address, grpc.aio.insecure_channel(address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await check(b"", timeout=20) == b"\x08\x01"  # SERVING
 
 
 async def test_a_killed_service_is_replaced_by_another(tmp_path):

@@ -86,3 +86,7 @@ def test_the_plan_of_this_start_is_found_in_the_log(tmp_path):
         print("10:01 INFO jaxrl_async.roles.learner: disk: journal, …: at most 29 GB", file=file)
         print("10:02 INFO another line", file=file)
     assert disk.said(log, start) == "disk: journal, …: at most 29 GB"
+    start = log.stat().st_size
+    with open(log, "a") as file:
+        print('{"logger": "a", "message": "disk: journal, \\u2026: at most 2 GB"}', file=file)
+    assert disk.said(log, start) == "disk: journal, …: at most 2 GB"

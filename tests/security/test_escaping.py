@@ -1,5 +1,6 @@
 """Text that a model wrote commands no terminal, forges no line of a log and makes no element of a page."""
 
+import json
 import logging
 
 import pytest
@@ -37,6 +38,23 @@ def test_a_log_shows_no_control_character(monkeypatch, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("ERROR a reward failed: ") and "Traceback" in lines[1]
     assert all(line.isprintable() for line in lines)
+
+
+def test_a_log_of_objects_has_one_a_line_and_no_control_character(monkeypatch, capsys):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    security.log_to_stderr("json")
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("made_up").exception("a reward failed: %s", HOSTILE)
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert line.isprintable() and line.isascii()
+    assert (found["severity"], found["logger"]) == ("ERROR", "made_up")
+    assert found["message"] == f"a reward failed: {HOSTILE}" == security.message_of(line)
+    assert found["exception"].startswith("Traceback") and found["time"].endswith("+00:00")
 
 
 def test_the_end_of_a_log_that_a_reward_printed_into_is_shown_safely(tmp_path):

@@ -112,6 +112,17 @@ async def test_the_verb_status_gives_the_token(token, code, said, monkeypatch, t
     assert said in out + err
 
 
+@pytest.mark.parametrize("raw", [b"", b"x" * 1_000_000])
+async def test_a_probe_needs_no_token_and_its_message_is_not_received(raw):
+    async with queue_of(token=TOKEN) as address, grpc.aio.insecure_channel(address) as channel:
+        # Larger than the queue takes: it would say so, if it had received it.
+        answer = await channel.unary_unary("/grpc.health.v1.Health/Check")(raw, timeout=20)
+        assert answer == b"\x08\x01"  # SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/grpc.health.v1.Health/Watch")(raw, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 METHODS = [m.name for m in pb.DESCRIPTOR.services_by_name["TrajectoryQueue"].methods]
 
 
