@@ -19,9 +19,7 @@ of the one before: the ratio of the times is what turns cost.
 import argparse
 import itertools
 import json
-import os
 import pathlib
-import platform
 import queue
 import subprocess
 import sys
@@ -29,6 +27,7 @@ import tempfile
 import time
 
 import numpy as np
+import record
 
 from jaxrl_async.metrics import read_metrics
 
@@ -108,7 +107,7 @@ def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[st
     from jaxrl_async import parts
     from jaxrl_async.cli.config import load_config, settings_of
     from jaxrl_async.inference import engine as engines
-    from jaxrl_async.inference.http import parse_sampling
+    from jaxrl_async.inference.fields import parse_sampling
     from jaxrl_async.models import sharding
     from jaxrl_async.tasks.tokenizer import CharTokenizer
 
@@ -175,10 +174,7 @@ def main() -> None:
         print(json.dumps(turns()))
         return
     out = pathlib.Path(args.out)
-    result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result |= {"rows": []}
-    if out.exists():
-        result = json.loads(out.read_text("utf-8"))
+    result = {"rows": []} | record.read(out)
     points = itertools.product(
         map(int, args.seeds.split(",")), args.modes.split(","), args.envs.split(",")
     )
@@ -187,7 +183,8 @@ def main() -> None:
         print(line(row), flush=True)
         others = [r for r in result["rows"] if point_of(r) != point_of(row)]
         result["rows"] = [*others, row]
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        part = " ".join(map(str, point_of(row)))
+        result = record.write(out, result, seeds=[seed], part=part)
         pair = [r for r in result["rows"] if point_of(r) == point_of(row | {"mode": "sync"})]
         if mode != "sync" and pair and "wait_secs" in pair[0]:
             print(speed_up(pair[0], row), flush=True)

@@ -10,14 +10,13 @@ is the config's tiny model on few prompts.
 
 import argparse
 import dataclasses
-import json
-import os
 import pathlib
 import tempfile
 import time
 from typing import Any
 
 import jax
+import record
 
 from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
@@ -74,13 +73,11 @@ def main(argv: list[str] | None = None) -> None:
             found[name] = _scores(settings, pathlib.Path(workdir))
             print(f"{name:36} {_line(found[name])}", flush=True)
     result = {
-        "cores": os.cpu_count(),
         "model": base.model.path or "random",
         "prompts": args.prompts,
         "tasks": found,
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    record.write(args.out, result, seeds=[base.seed], raw=["tasks"])
 
 
 def _settings(

@@ -12,13 +12,12 @@ alone. Results are printed and written to benchmarks/results/bfloat16.json, or t
 import argparse
 import asyncio
 import dataclasses
-import json
 import pathlib
 import tempfile
 
 import jax
 import numpy as np
-import shapes
+import record
 
 from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.model:
         flags += [f"--config.model.path={args.model}", f"--config.tokenizer.path={args.model}"]
     settings = settings_of(parse_flags("", flags, config=True).config)
-    result = shapes.machine() | {
+    result = {
         "model": pathlib.Path(settings.model.path).name or "random",
         "dtypes": {},
     }
@@ -76,8 +75,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"{dtype:9} {slots:>3} slots  between packings {row['packings']:.2e} max",
                 flush=True,
             )
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "bfloat16.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(args.out / "bfloat16.json", result, seeds=[settings.seed])
 
 
 def measure(settings: Settings, workdir: pathlib.Path, num_prompts: int, num_samples: int) -> dict:
@@ -101,7 +99,7 @@ def measure(settings: Settings, workdir: pathlib.Path, num_prompts: int, num_sam
         found[str(slots)] = {
             "tokens": len(sampled),
             "cuts": {
-                name: {"mean_abs": float(d.mean()), "max_abs": float(d.max())}
+                name: {"mean_abs": float(d.mean()), "max_abs": float(d.max()), "raw": d.tolist()}
                 for name, d in apart.items()
             },
             "packings": float(np.ptp(every, axis=0).max()),

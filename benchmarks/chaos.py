@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 import attacked
+import record
 from attacked import PACED, ROLES, SIZES, Attacked, ChaosError, Pod, Run, Strike
 
 from jaxrl_async.cli.train import SUPERSEDED
@@ -383,8 +384,9 @@ def main() -> None:
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
         with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(work, todo))
-    result = summary(sorted(rows, key=lambda row: row["run"]))
-    pathlib.Path(args.out).write_text(json.dumps(result, indent=2) + "\n")
+    rows.sort(key=lambda row: row["run"])
+    result = summary(rows)
+    record.write(args.out, result | {"rows": rows}, seeds=[args.seed])
     print(f"\n{result['runs']} runs, failed: {result['runs_failed']}; {result['trials']} trials")
     print(f"{result['groups_trained']} groups trained on; {result['wrong']}")
     for name, row in result["faults"].items():

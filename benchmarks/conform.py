@@ -9,7 +9,6 @@ benchmarks/results/conform_NAME.json.
 
 import argparse
 import contextlib
-import json
 import os
 import pathlib
 import signal
@@ -21,7 +20,7 @@ import urllib.error
 import urllib.request
 
 import numpy as np
-from origin import origin
+import record
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_async.runtime.supervisor import free_port
@@ -114,9 +113,8 @@ def _note(file: pathlib.Path, name: str) -> None:
     """Adds where it comes from."""
     if not file.exists():
         return
-    found = json.loads(file.read_text("utf-8")) | origin()
-    found |= {"server": name, "model": "2 layers, random, peaked"}
-    file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    found = record.read(file) | {"server": name, "model": "2 layers, random, peaked"}
+    record.write(file, found, seeds=[0], raw=["facts"])
 
 
 def main() -> int:

@@ -59,7 +59,8 @@ import jax
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from origin import ROOT, origin
+import record
+from record import ROOT
 
 from jaxrl_async import parts
 from jaxrl_async.cli import main as command
@@ -143,11 +144,11 @@ def main(argv: list[str] | None = None) -> None:
         of = {"seed": args.seed, "steps": args.steps, "workers": args.workers}
         of |= {"wanted": args.damages, "files": len(files_of(args.workdir))}
         of |= {"secs": round(time.monotonic() - began, 1)}
-        result = origin() | of | summary(rows)
+        result = of | summary(rows)
         result["digests"] = digests(place / "checkpoints", args.megabytes)
     print(json.dumps(result, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "damage.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    raw = ["secs_of_each", "raw"]
+    record.write(args.out / "damage.json", result, seeds=[args.seed], raw=raw)
 
 
 def trained(workdir: pathlib.Path) -> pathlib.Path:

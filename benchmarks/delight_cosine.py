@@ -24,6 +24,7 @@ from collections.abc import Callable
 import grid
 import matplotlib
 import numpy as np
+import record
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -53,10 +54,8 @@ def main(argv: list[str] | None = None) -> None:
                     ]
                     row = dict(contamination=contamination, baseline=baseline, method=name)
                     rows.append(row | {"chance": chance} | grid.mean_and_interval(found))
-    grid.write(
-        {"arms": NUM_ARMS, "share": SHARE, "policies": args.policies, "rows": rows},
-        args.out / "delight_cosine.json",
-    )
+    result = {"arms": NUM_ARMS, "share": SHARE, "policies": args.policies, "rows": rows}
+    record.write(args.out / "delight_cosine.json", result, seeds=[0])
     report(rows)
     plot(rows, args.out / "delight_cosine.png")
 

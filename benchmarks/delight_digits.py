@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import functools
 import gzip
-import json
 import pathlib
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import record
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives.objective import objective
@@ -120,8 +120,7 @@ def main(argv: list[str] | None = None) -> None:
         "tables": tables,
         "runs": runs,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "delight_digits.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / "delight_digits.json", result, seeds=list(range(args.seeds)))
     plot(tables, runs, args.steps, args.out / "delight_digits.png")
 
 

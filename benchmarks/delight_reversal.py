@@ -19,6 +19,7 @@ from typing import Any
 import grid
 import matplotlib
 import numpy as np
+import record
 from in_process import Outcome
 
 matplotlib.use("Agg")
@@ -100,16 +101,10 @@ def main():
     for friction, method in {(row["friction"], row["method"]): None for row in rows}:
         seeds = [r for r in rows if (r["friction"], r["method"]) == (friction, method)]
         table[friction][method] = grid.mean_and_interval(map(error, seeds))
-    grid.write(
-        {
-            "base": BASE,
-            "methods": METHODS,
-            "frictions": FRICTIONS,
-            "sequence_error": table,
-            "runs": rows,
-        },
-        args.results / "delight_reversal.json",
-    )
+    result = {"base": BASE, "methods": METHODS, "frictions": FRICTIONS}
+    result |= {"sequence_error": table, "runs": rows}
+    seeds = sorted({row["seed"] for row in rows})
+    record.write(args.results / "delight_reversal.json", result, seeds=seeds)
     report(table)
     plot(table, rows, args.results / "delight_reversal.png")
 

@@ -11,7 +11,6 @@ machine: their ratio to a copy of the same files, timed beside the last of them,
 """
 
 import argparse
-import json
 import pathlib
 import shutil
 import tempfile
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import record
 import tokenizers
 import weights
 from flax import nnx
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for rate in map(float, args.learning_rates.split(",")):
         rows += run(args.checkpoint, rate, args.steps, args.rows, args.tokens, args.blocks)
-        (args.out / "differences.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
+        record.write(args.out / "differences.json", {"rows": rows}, seeds=[0])
     for rate, dtype in dict.fromkeys((row["learning_rate"], row["dtype"]) for row in rows):
         of = [row for row in rows if (row["learning_rate"], row["dtype"]) == (rate, dtype)]
         shares = [row["share"] for row in of]

@@ -27,6 +27,7 @@ import tempfile
 from typing import Any
 
 import jax
+import record
 
 from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
@@ -203,9 +204,8 @@ def _show(fit: programs.Fit, directory: pathlib.Path | None, name: str) -> None:
     """Prints the figures, and keeps them in a directory where one is given."""
     print("\n".join(rows(fit)), flush=True)
     if directory:
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(page.to_json(fit), indent=2) + "\n"
-        (directory / f"{name}.json").write_text(text, "utf-8")
+        raw = ["programs", "verdict"]
+        record.write(directory / f"{name}.json", page.to_json(fit), seeds=[], raw=raw)
 
 
 def small_settings(target_name: str, **learner: Any) -> Settings:
@@ -337,8 +337,7 @@ def write_budgets(path: pathlib.Path, target_names) -> None:
         for line in exceeded(name, found, kept.get(name, {}).get("programs", {})):
             print(line.partition(";")[0])
         kept[name] = {"compiler": compiler_of(name), "programs": found}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+    record.write(path, kept, seeds=[], raw=["programs"], part=" ".join(target_names))
     print(f"written: {path}")
 
 

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import pathlib
 import random
 import tempfile
@@ -24,6 +23,7 @@ import time
 
 import numpy as np
 import psutil
+import record
 from aiohttp import web
 
 from jaxrl_async.active_clock import ActiveClock
@@ -69,8 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as directory:
         result = run(args, pathlib.Path(directory))
     print(json.dumps({k: v for k, v in result.items() if k != "over_time"}, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "fleet.json").write_text(json.dumps(result, indent=2))
+    record.write(args.out / "fleet.json", result, seeds=[0], raw=["over_time"])
 
 
 def run(args: argparse.Namespace, directory: pathlib.Path) -> dict:
@@ -107,8 +106,6 @@ def run(args: argparse.Namespace, directory: pathlib.Path) -> dict:
     idle = ends["servers"]
     settled = idle[len(idle) // 10 :]
     return {
-        "cores": os.cpu_count(),
-        "load": os.getloadavg()[0],
         **{
             name: getattr(args, name)
             for name in ("minutes", "servers", "workers", "groups", "secs")

@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -114,14 +113,6 @@ def mean_and_interval(values: Iterable[float]) -> dict[str, float | int]:
     if n > 1:
         half = scipy.special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n)
     return {"mean": float(values.mean()), "half_width": float(half), "seeds": n}
-
-
-def write(result: Mapping[str, Any], path: pathlib.Path) -> None:
-    """A result as JSON, with the machine it was measured on."""
-    processor = platform.processor() or platform.machine()
-    machine = {"processor": processor, "cores": os.cpu_count(), "python": platform.python_version()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine} | dict(result), indent=2) + "\n", "utf-8")
 
 
 def _results(runs: Sequence[Run], summary: Summary, args: argparse.Namespace):

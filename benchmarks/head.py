@@ -12,13 +12,13 @@ Dense takes 12 GiB here. Results are printed and written to benchmarks/results/h
 """
 
 import argparse
-import json
 import pathlib
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import record
 import shapes
 from flax import nnx
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
     shape = SMOKE if args.smoke else SHAPE
-    result = shapes.machine() | {
+    result = {
         "shape": {k: v for k, v in shape.items() if k != "chunks"},
         "heads": {},
     }
@@ -50,9 +50,9 @@ def main(argv: list[str] | None = None) -> None:
         name = "tied" if tied else "untied"
         result["heads"][name] = {str(chunk or "dense"): row for chunk, row in rows.items()}
         for chunk, row in result["heads"][name].items():
-            print(f"{name:8}{chunk:8}", {k: round(v, 3) for k, v in row.items()})
-    args.out.mkdir(exist_ok=True)
-    (args.out / "head.json").write_text(json.dumps(result, indent=2) + "\n")
+            numbers = {k: round(v, 3) for k, v in row.items() if k != "raw"}
+            print(f"{name:8}{chunk:8}", numbers)
+    record.write(args.out / "head.json", result, seeds=[0], raw=["heads"])
 
 
 def compile_gradient(shape: dict, tied: bool, chunk_tokens: int | None) -> jax.stages.Compiled:
@@ -125,7 +125,11 @@ def interleaved(shape: dict, tied: bool, programs: dict, rounds: int) -> dict[in
             secs[chunk].append(time.perf_counter() - start)
     over_dense = {chunk: np.divide(s[1:], secs[None][1:]) for chunk, s in secs.items()}
     return {
-        chunk: {"secs": float(np.median(s[1:])), "over_dense": float(np.median(over_dense[chunk]))}
+        chunk: {
+            "secs": float(np.median(s[1:])),
+            "over_dense": float(np.median(over_dense[chunk])),
+            "raw": s[1:],
+        }
         for chunk, s in secs.items()
     }
 

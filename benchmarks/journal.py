@@ -24,7 +24,6 @@ import json
 import multiprocessing
 import os
 import pathlib
-import platform
 import sqlite3
 import subprocess
 import tempfile
@@ -32,6 +31,7 @@ import time
 import zlib
 
 import numpy as np
+import record
 
 from jaxrl_async.queue import journal as journals
 from jaxrl_async.queue.journal import Journal
@@ -64,17 +64,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.smoke:
         args.indexes, args.gigabytes, args.forget = 20_000, 0.2, 0.1
-    result = {"machine": platform.machine(), "cores": os.cpu_count(), "load": [os.getloadavg()[0]]}
-    args.out.mkdir(parents=True, exist_ok=True)
     results = args.out / "journal.json"
-    if results.exists() and args.part:
-        result |= json.loads(results.read_text("utf-8"))
+    result = record.read(results) if args.part else {}
 
     def add(name: str, found: dict) -> None:
         result[name] = found
-        result["load"] = [result["load"][0], os.getloadavg()[0]]
         print(json.dumps({name: found}, indent=2), flush=True)
-        results.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        result.update(record.write(results, result, seeds=[0], raw=[name], part=name))
 
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = pathlib.Path(directory) / "journal.sqlite"

@@ -26,14 +26,15 @@ benchmarks/results/learner.json; a part that was not run keeps what stands there
 import argparse
 import dataclasses
 import itertools
-import json
 import pathlib
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async.config.loss import LossConfig
@@ -98,10 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         shape, tokens, lengths, names = SHAPES["smoke"][0], 16, (8, 16), ["smoke"]
         args.updates = args.rounds = args.blocks = 1
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "learner.json"
-    result = json.loads(path.read_text()) if path.exists() else {}
-    result |= shapes.machine()
+    result = record.read(path)
     if args.part in ("rate", "all"):
         for name in names:
             result[name] = rate(*SHAPES[name], args.updates)
@@ -120,11 +119,13 @@ def main(argv: list[str] | None = None) -> None:
         for length in lengths:
             result["length"][str(length)] = of_length(shape, tokens, length)
             report(f"rows of {length}", result["length"][str(length)])
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    part = f"{args.part} {args.shape}" + " offload" * args.offload
+    record.write(path, result, seeds=[0], raw=["raw"], part=part)
 
 
-def report(name: str, measured: dict[str, float]) -> None:
-    rounded = {k: round(v, 3) if v < 1e4 else f"{v:.3e}" for k, v in measured.items()}
+def report(name: str, measured: dict[str, Any]) -> None:
+    numbers = {k: v for k, v in measured.items() if k != "raw"}
+    rounded = {k: round(v, 3) if v < 1e4 else f"{v:.3e}" for k, v in numbers.items()}
     print(name, rounded, flush=True)
 
 
@@ -173,6 +174,7 @@ def rate(
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length(work)
     flops = tokens * (6 * params + attention)
     beside = flops / secs[1:] / np.mean(rates[1:], axis=1)
+    raw = {"update_secs": secs[1:].tolist(), "matmul_flops_per_sec": rates[1:]}
     secs, best = float(np.median(secs[1:])), max(itertools.chain(*rates))
     return {
         "parameters": params,
@@ -184,6 +186,7 @@ def rate(
         "matmul_flops_per_sec": best,
         "share_of_matmul": flops / secs / best,
         "share_of_matmul_beside": float(np.median(beside)),
+        "raw": raw,
     }
 
 
@@ -232,13 +235,14 @@ def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
             accumulators[name] = jax.block_until_ready(calls[name](accumulators[name]))
             secs[name].append(time.perf_counter() - start)
     first, third = np.array(secs["one"][1:]), np.array(secs["three"][1:])  # The first ones compile.
-    speedup = shapes.quartiles(third / first)
+    speedup = record.quartiles(third / first)
     return {
         "one_pass_secs": float(np.median(first)),
         "three_dispatches_secs": float(np.median(third)),
         "speedup": speedup["median"],
         "speedup_low": speedup["low"],
         "speedup_high": speedup["high"],
+        "raw": {name: values[1:] for name, values in secs.items()},
     }
 
 
@@ -273,8 +277,9 @@ def blocks(name: str, num_blocks: int, rounds: int, offload: bool) -> dict[str, 
     own = np.array([secs[kind][1:] for kind in kinds if kind != "all"])  # [blocks, rounds]
     ratios = {"mean": own.mean(axis=0)} | {f"block_{b}": row for b, row in enumerate(own)}
     for kind, row in ratios.items():
-        ratio = shapes.quartiles(row / secs["all"][1:])
-        found |= {f"{kind}_secs_over_all_{q}": value for q, value in ratio.items()}
+        ratio = record.quartiles(row / secs["all"][1:])
+        found |= {f"{kind}_secs_over_all_{q}": ratio[q] for q in ("median", "low", "high")}
+    found["raw"] = {kind: values[1:] for kind, values in secs.items()}
     for kind, (num, version) in kinds.items():
         accumulator = jax.eval_shape(lambda n=num, v=version: steps[n].zero_accumulator(v))
         found[f"{kind}_gradient_bytes"] = 4 * sum(
@@ -315,6 +320,7 @@ def of_length(shape: dict, tokens: int, length: int, tries: int = 3) -> dict[str
         "accumulate_secs": min(secs[1:]),
         "tokens_per_sec": tokens / min(secs[1:]),
         "temporary_bytes": program.compile().memory_analysis().temp_size_in_bytes,
+        "raw": secs[1:],
     }
 
 

@@ -10,13 +10,13 @@ Results are printed and written to benchmarks/results/lora.json, or to --out.
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import tempfile
 import time
 
 import jax
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async.models import hf, lora, sharding, transformer
@@ -41,11 +41,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.smoke:
         args.rows, args.rounds, args.rank = 1, 2, 2
-    result = shapes.machine() | {"rank": args.rank, "rows": args.rows, "rounds": args.rounds}
+    result = {"rank": args.rank, "rows": args.rows, "rounds": args.rounds}
     result |= measure(*read(args), SMOKE if args.smoke else WORK, args.rows, args.rounds)
     report(result)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "lora.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(args.out / "lora.json", result, seeds=[0])
 
 
 def read(args):
@@ -97,12 +96,12 @@ def measure(config, base, work, num_rows: int, rounds: int) -> dict:
         kind: sum(leaf.nbytes for leaf in jax.tree.leaves(states[kind])) for kind in KINDS
     }
     return {
-        "step_secs": {kind: shapes.quartiles(step_secs[kind]) for kind in KINDS},
-        "write_secs": {kind: shapes.quartiles(push_secs[kind]) for kind in KINDS},
+        "step_secs": {kind: record.quartiles(step_secs[kind]) for kind in KINDS},
+        "write_secs": {kind: record.quartiles(push_secs[kind]) for kind in KINDS},
         "push_bytes": num_bytes,
         "state_bytes": state_bytes,
-        "step_ratio": shapes.quartiles(np.divide(step_secs["lora"], step_secs["full"])),
-        "write_ratio": shapes.quartiles(np.divide(push_secs["lora"], push_secs["full"])),
+        "step_ratio": record.quartiles(np.divide(step_secs["lora"], step_secs["full"])),
+        "write_ratio": record.quartiles(np.divide(push_secs["lora"], push_secs["full"])),
         "push_bytes_ratio": num_bytes["lora"] / num_bytes["full"],
         "state_bytes_ratio": state_bytes["lora"] / state_bytes["full"],
     }

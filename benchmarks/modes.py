@@ -17,14 +17,13 @@ wait_push come after the last chunk. Results are printed and written to benchmar
 """
 
 import argparse
-import json
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
 
 import numpy as np
+import record
 
 from jaxrl_async.metrics import read_metrics
 
@@ -118,6 +117,7 @@ def summary(rows: list[dict]) -> dict[str, float]:
         "learner_tokens_per_sec": float(np.median([row["learner/tokens_per_sec"] for row in rows])),
         "staleness_mean": float(np.mean([row["staleness/mean"] for row in rows])),
         "secs": stages(rows),
+        "raw": [row["time/step_secs"] for row in rows],
     }
 
 
@@ -135,21 +135,15 @@ def stages(rows: list[dict]) -> dict[str, float]:
 
 def report(table, waiting, training, args) -> None:
     print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s")
-    names = [name for name in table["sync"] if name != "secs"]
+    names = [name for name in table["sync"] if name not in ("secs", "raw")]
     print("mode      " + "".join(f"{name:>24}" for name in names))
     for mode, values in table.items():
         print(f"{mode:10}" + "".join(f"{values[name]:>24.3f}" for name in names))
     for mode, values in table.items():
         print(f"{mode:10}" + " ".join(f"{k} {v:.3f}" for k, v in values["secs"].items()))
-    out = ROOT / "benchmarks" / "results" / "modes.json"
-    out.parent.mkdir(exist_ok=True)
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-    }
-    result = {"machine": machine, "steps": args.steps, "rounds": args.rounds, "modes": table}
+    result = {"steps": args.steps, "rounds": args.rounds, "modes": table}
     result |= {"T_inf_secs": waiting, "T_train_secs": training}
-    out.write_text(json.dumps(result, indent=2) + "\n")
+    record.write(record.RESULTS / "modes.json", result, seeds=[0])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import tempfile
 import time
 from typing import Any
 
-from origin import ROOT, origin
+import record
+from record import ROOT
 
 PAGE = ROOT / "docs" / "data.md"
 _LOADED = ("PYTHONPATH", "VIRTUAL_ENV", "JAX_COMPILATION_CACHE_DIR")  # of this process alone
@@ -58,11 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/newcomer.json"))
     out = pathlib.Path(parser.parse_args().out)
-    runs = json.loads(out.read_text("utf-8")) if out.exists() else []
+    result = {"runs": []} | record.read(out)
     with tempfile.TemporaryDirectory(prefix="jaxrl-newcomer-") as directory:
-        load = os.getloadavg()[0]
-        runs.append(origin() | {"load": load} | measure(pathlib.Path(directory)))
-    out.write_text(json.dumps(runs, indent=1) + "\n", "utf-8")
+        result["runs"].append(measure(pathlib.Path(directory)))
+    record.write(out, result, seeds=[0], part=f"run {len(result['runs'])}")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import record
 from aiohttp import web
-from origin import ROOT, origin
+from record import ROOT
 
 from jaxrl_async.config.settings import Queue
 from jaxrl_async.learner.learner import _FailureBudgets
@@ -649,11 +650,10 @@ def main(argv: list[str] | None = None) -> None:
     start = time.monotonic()
     with short_waits(), tempfile.TemporaryDirectory() as directory:
         found = asyncio.run(run_all(chosen, directory))
-    result = origin() | {"values": len(VALUES)} | summary(found)
+    result = {"values": len(VALUES)} | summary(found)
     result["secs"] = round(time.monotonic() - start, 1)
-    text = json.dumps(result, indent=1)
-    print(text)
-    pathlib.Path(args.out, "nonsense.json").write_text(text + "\n", "utf-8")
+    print(json.dumps(result, indent=1))
+    record.write(pathlib.Path(args.out, "nonsense.json"), result, seeds=[RUN_SEED])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async.config.settings import PACKINGS, Learner
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
         "accumulate": lambda: accumulate_times(model, work, rounds),
     }
     path = args.out / "packing.json"
-    result = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    result = record.read(path)
     result["lengths"] = {
         "mu": MU,
         "sigma": SIGMA,
@@ -81,8 +82,8 @@ def main(argv: list[str] | None = None) -> None:
     for part in [args.only] if args.only else PARTS:
         result[part] = parts[part]()
         print(json.dumps({part: result[part]}, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    raw = ["raw", "padding", "host"]
+    record.write(path, result, seeds=[0], raw=raw, part=args.only or "all")
 
 
 def draw_lengths(num_sequences: int, seed: int) -> np.ndarray:
@@ -121,9 +122,7 @@ def shares(num_sequences: int, row_tokens: int, policy: str) -> dict[str, dict[s
 
 def host_seconds(sizes: Sequence[int]) -> dict:
     """Median seconds of `assign_rows`, by policy and number of sequences, into rows of 4096 tokens."""
-    return shapes.machine() | {
-        policy: {str(size): assign_secs(size, policy) for size in sizes} for policy in PACKINGS
-    }
+    return {policy: {str(size): assign_secs(size, policy) for size in sizes} for policy in PACKINGS}
 
 
 def assign_secs(num_sequences: int, policy: str, tries: int = 9) -> float:
@@ -162,7 +161,7 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
             accumulated(policy)
             secs[policy].append(time.perf_counter() - start)
         order.reverse()
-    return shapes.machine() | {
+    return {
         "rounds": rounds,
         "compilations": train_step.num_compilations(),
         "policies": {
@@ -170,7 +169,7 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
                 "microbatches": len(batches[policy]),
                 "padding_share": packing.padding_share(batches[policy]),
                 "secs": float(np.median(secs[policy])),
-                "fixed_over_this": shapes.quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
+                "fixed_over_this": record.quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
             }
             for policy in batches
         },

@@ -50,6 +50,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async import parts
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         overrides = WORKLOAD | TINY
         args.rounds = args.repetitions = args.step_rounds = args.steps = 1
     settings = settings_with("sync", overrides)
-    result = shapes.machine() | {"workload": workload_of(settings)}
+    result = {"workload": workload_of(settings)}
     with contextlib.ExitStack() as stack:
         tunix = None
         if not args.smoke:
@@ -164,11 +165,11 @@ def main(argv: list[str] | None = None) -> None:
             result["tunix"] = PINS[0]
         ours = stack.enter_context(Ours(settings))
         result["measures"] = measures(tunix, ours, overrides, args)
-    args.out.mkdir(parents=True, exist_ok=True)
     out = args.out / ("peers.json" if args.shape == "small" else f"peers_{args.shape}.json")
     if args.only and out.exists():
-        result["measures"] = json.loads(out.read_text())["measures"] | result["measures"]
-    out.write_text(json.dumps(result, indent=2) + "\n")
+        earlier = record.read(out)
+        result |= {"proof": earlier["proof"], "measures": earlier["measures"] | result["measures"]}
+    record.write(out, result, seeds=[0], raw=["rounds"], part=" ".join(args.only or ["all"]))
 
 
 def measures(tunix: "Tunix | None", ours: "Ours", overrides: Mapping, args) -> dict[str, dict]:
@@ -229,9 +230,9 @@ def summary(secs: Mapping[str, np.ndarray], amount: int) -> dict[str, dict]:
     """Quartiles of seconds and of amount/s of each side, and of the ratios to tunix of the same round."""
     sides = {}
     for name, values in secs.items():
-        sides[name] = {"secs": shapes.quartiles(values), "rate": shapes.quartiles(amount / values)}
+        sides[name] = {"secs": record.quartiles(values), "rate": record.quartiles(amount / values)}
         if name != "tunix" and "tunix" in secs:
-            sides[name]["times_tunix"] = shapes.quartiles(secs["tunix"] / values)
+            sides[name]["times_tunix"] = record.quartiles(secs["tunix"] / values)
     return {"amount": amount, "rounds": {k: v.tolist() for k, v in secs.items()}, "sides": sides}
 
 

@@ -22,18 +22,17 @@ Each part is printed and put into benchmarks/results/planner.json (or --out=DIR)
 
 import argparse
 import dataclasses
-import json
 import logging
 import math
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 
 import matplotlib
+import record
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -139,21 +138,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.steps <= WARM_STEPS:
         parser.error(f"--steps must be > {WARM_STEPS}, got {args.steps}")
-    args.out.mkdir(parents=True, exist_ok=True)
     # That generation waits for pushes at η = 1 is among what is shown.
     logging.getLogger("jaxrl_async.queue.admission").setLevel(logging.ERROR)
     path = args.out / "planner.json"
-    result = json.loads(path.read_text("utf-8")) if path.exists() else {}
-    result[args.part] = {"machine": machine()} | PARTS[args.part](args)
-    path.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-
-
-def machine() -> dict:
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_before": os.getloadavg()[0],
-    }
+    result = record.read(path)
+    result[args.part] = PARTS[args.part](args)
+    record.write(path, result, seeds=[0], raw=[args.part], part=args.part)
 
 
 # Calibration.

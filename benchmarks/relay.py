@@ -24,16 +24,14 @@ import dataclasses
 import functools
 import heapq
 import itertools
-import json
 import math
-import os
 import pathlib
-import platform
 import tempfile
 import time
 from concurrent.futures import Future
 
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async.inference import http
@@ -236,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
     if (args.pause or args.max_paused) and not args.predict:
         parser.error("--pause and --max_paused need --predict")
     path = args.out / "relay.json"
-    result = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    result = record.read(path)
     sizes = {name: getattr(args, name) for name in ("servers", "megabytes", "rate")}
     if args.predict:
         is_measured = all(result.get(name) == value for name, value in sizes.items())
@@ -244,9 +242,9 @@ def main(argv: list[str] | None = None) -> None:
         others = (row for row in result.get("predicted", ()) if row["servers"] != args.servers)
         result["predicted"] = [*others, found]
     else:
-        result |= {"machine": platform.machine(), "cores": os.cpu_count()} | sizes
-        result["secs"] = measure(args)
-    path.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+        result |= sizes | {"secs": measure(args)}
+    part = "predicted" if args.predict else "secs"
+    record.write(path, result, seeds=[], raw=[part], part=part)
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:

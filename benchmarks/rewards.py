@@ -18,13 +18,12 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import pathlib
-import platform
 import time
 from collections.abc import Sequence
 
 import numpy as np
+import record
 
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.pool import RewardPool
@@ -49,19 +48,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         sizes, num_calls, rounds = (1, 2), SMOKE_CALLS, 2
     result = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": [os.getloadavg()[0]],
         "rounds": rounds,
         "rewards": {
             reward: asyncio.run(throughput(reward, sizes, num, rounds))
             for reward, num in num_calls.items()
         },
     }
-    result["load"].append(os.getloadavg()[0])
     print(json.dumps(result, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "rewards.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    record.write(args.out / "rewards.json", result, seeds=[0])
 
 
 async def throughput(reward: str, sizes: Sequence[int], num_calls: int, rounds: int) -> dict:
@@ -91,8 +85,8 @@ async def throughput(reward: str, sizes: Sequence[int], num_calls: int, rounds: 
         "start_secs": starts[1],
         "processes": {
             str(name): {
-                "calls_per_sec": quartiles(num_calls / np.array(times)),
-                "over_one": quartiles(one / np.array(times)),
+                "calls_per_sec": record.quartiles(num_calls / np.array(times)),
+                "over_one": record.quartiles(one / np.array(times)),
             }
             for name, times in secs.items()
         },
@@ -166,11 +160,6 @@ def boxed(text: str) -> str:
 
 def over(a: int, b: int) -> str:
     return rf"\frac{{{a}}}{{{b}}}"
-
-
-def quartiles(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
 
 
 if __name__ == "__main__":

@@ -16,15 +16,14 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
-import os
 import pathlib
-import platform
 import subprocess
 import sys
 import time
 
 import numpy as np
-from rewards import quartiles
+import record
+from record import quartiles
 
 from jaxrl_async.extras.programs.sandbox import Sandbox
 from jaxrl_async.rewards.pool import RewardPool
@@ -43,18 +42,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="few programs, two rounds")
     args = parser.parse_args(argv)
     num, rounds = (4, 2) if args.smoke else (60, args.rounds)
-    load = os.getloadavg()[0]
     result = {
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "load": load,
         "rounds": rounds,
         "programs": num,
         **{str(size): asyncio.run(throughput(size, num, rounds)) for size in NUM_PROCESSES},
     }
     print(json.dumps(result, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "sandbox.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    record.write(args.out / "sandbox.json", result, seeds=[])
 
 
 async def throughput(size: int, num: int, rounds: int) -> dict:

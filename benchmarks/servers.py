@@ -19,7 +19,7 @@ import tempfile
 import time
 
 import numpy as np
-from origin import origin
+import record
 
 from jaxrl_async.metrics import read_metrics
 
@@ -106,17 +106,16 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/servers.json"))
     args = parser.parse_args()
     out = pathlib.Path(args.out)
-    result = {"rows": []}
-    if out.exists():
-        result = json.loads(out.read_text("utf-8"))
+    result = {"rows": []} | record.read(out)
     for seed in map(int, args.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="jaxrl-servers-") as directory:
             model = warm_start(seed, pathlib.Path(directory) / "warm")
             for every, server in itertools.product(args.every.split(","), args.servers.split(",")):
-                row = origin() | run(server, int(every), seed, model)
+                row = run(server, int(every), seed, model)
                 print(line(row), flush=True)
                 result["rows"] = [r for r in result["rows"] if not _same(r, row)] + [row]
-                out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+                part = f"{server} N={every} seed {seed}"
+                result = record.write(out, result, seeds=[seed], part=part)
 
 
 def _same(one: dict, other: dict) -> bool:

@@ -19,15 +19,14 @@ import asyncio
 import concurrent.futures
 import json
 import multiprocessing
-import os
 import pathlib
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
 
 import aiohttp
 import numpy as np
+import record
 from aiohttp import web
 
 from jaxrl_async.rollout.agent import AgentRollout
@@ -58,16 +57,13 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         rounds, calls, alone, sessions = 2, 16, 4, 20
     raise_open_file_limit()
-    result = {"machine": platform.machine(), "cores": os.cpu_count(), "rounds": rounds}
-    result["load"] = [os.getloadavg()[0]]
+    result = {"rounds": rounds}
     with tempfile.TemporaryDirectory() as directory:
         tokenizer = make_tokenizer(pathlib.Path(directory))
         result["beside_a_proxy"] = asyncio.run(beside_a_proxy(tokenizer, rounds, calls, alone))
         result["at_once"] = asyncio.run(at_once(tokenizer, sessions))
-    result["load"].append(os.getloadavg()[0])
     print(json.dumps(result, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "sessions.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    record.write(args.out / "sessions.json", result, seeds=[0])
 
 
 def make_tokenizer(directory: pathlib.Path):
@@ -150,9 +146,9 @@ async def beside_a_proxy(tokenizer, rounds: int, num_calls: int, num_alone: int)
     await proxy.cleanup()
     return {
         "calls_per_sec": medians(rates),
-        "rate_ratio": spread([r["endpoint"] / r["proxy"] for r in rates]),
+        "rate_ratio": record.quartiles([r["endpoint"] / r["proxy"] for r in rates]),
         "secs_of_a_call": medians(latencies),
-        "added_secs": spread([s["endpoint"] - s["proxy"] for s in latencies]),
+        "added_secs": record.quartiles([s["endpoint"] - s["proxy"] for s in latencies]),
     }
 
 
@@ -242,11 +238,6 @@ async def at_once(tokenizer, num_sessions: int) -> dict:
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: float(np.median([row[name] for row in rows])) for name in rows[0]}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    low, median, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return {"median": float(median), "low": float(low), "high": float(high)}
 
 
 if __name__ == "__main__":

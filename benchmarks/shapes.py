@@ -4,8 +4,6 @@ It knows nothing of what is compared.
 """
 
 import itertools
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,21 +121,3 @@ def full_rows(
     learner = Learner(microbatch_rows=work["rows"], row_tokens=work["row_tokens"])
     advantages = rng.normal(size=(len(groups), 1)).astype(np.float32)
     return packing.Packer(learner)(groups, advantages, last=True)
-
-
-def quartiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The median, and the quartiles as "low" and "high"."""
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
-
-
-def machine() -> dict[str, Any]:
-    """What a result was measured on."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "machine": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
-    }

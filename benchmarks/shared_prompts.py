@@ -11,12 +11,12 @@ benchmarks/results/shared_prompts.json, or to --out.
 """
 
 import argparse
-import json
 import pathlib
 import time
 
 import jax
 import numpy as np
+import record
 import shapes
 
 from jaxrl_async.config.settings import Learner
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.smoke:
         args.shape, args.rounds = "smoke", 2
-    result = shapes.machine() | {
+    result = {
         "rounds": args.rounds,
         "remat": args.remat,
         "shapes": {},
@@ -66,8 +66,7 @@ def main(argv: list[str] | None = None) -> None:
             shapes.model_config(shape, remat=args.remat), work, args.rounds
         )
         report(name, work, measured)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "shared_prompts.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(args.out / "shared_prompts.json", result, seeds=[0])
 
 
 def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
@@ -92,7 +91,7 @@ def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
                 secs[kind].append(accumulated - start)
                 update_secs.append(time.perf_counter() - accumulated)
         order.reverse()
-    ratio = shapes.quartiles(np.divide(secs["replicated"], secs["shared"]))
+    ratio = record.quartiles(np.divide(secs["replicated"], secs["shared"]))
     laid_down = {kind: int(np.count_nonzero(batches[kind].segment_ids)) for kind in KINDS}
     ideal = laid_down["replicated"] / laid_down["shared"]
     useful = int(batches["shared"].mask.sum())
@@ -101,7 +100,7 @@ def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
             "rows": list(batches[kind].tokens.shape),
             "tokens": laid_down[kind],
             "padding_share": packing.padding_share([batches[kind]]),
-            "accumulate_secs": shapes.quartiles(secs[kind]),
+            "accumulate_secs": record.quartiles(secs[kind]),
             "useful_tokens_per_sec": useful / float(np.median(secs[kind])),
         }
         for kind in KINDS

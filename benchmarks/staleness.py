@@ -23,6 +23,7 @@ from typing import Any
 import grid
 import matplotlib
 import numpy as np
+import record
 from in_process import Outcome
 
 matplotlib.use("Agg")
@@ -127,7 +128,8 @@ def main():
     rows = grid.finish(runs(), summary, args)
     table = tabulate(rows)
     config = {"base": BASE, "tasks": TASKS, "methods": METHODS}
-    grid.write(config | {"table": table, "runs": rows}, args.results / "staleness.json")
+    result = config | {"table": table, "runs": rows}
+    record.write(args.results / "staleness.json", result, seeds=list(SEEDS))
     report(table)
     plot(table, args.results / "staleness.png")
 
@@ -154,7 +156,9 @@ def rates(args: argparse.Namespace) -> None:
             cell["rate"] = rate
     config = {"base": BASE, "tasks": TASKS, "methods": METHODS, "rates": RATES}
     result = config | {"table": table, "choosing": tabulate_rates(choosing)}
-    grid.write(result | {"runs": choosing + rows}, args.results / "staleness_rates.json")
+    result |= {"runs": choosing + rows}
+    seeds = sorted({row["seed"] for row in result["runs"]})
+    record.write(args.results / "staleness_rates.json", result, seeds=seeds)
     report(table)
 
 

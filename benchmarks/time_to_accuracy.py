@@ -36,6 +36,7 @@ from typing import Any
 import grid
 import matplotlib
 import numpy as np
+import record
 import scipy.special
 from in_process import complete, request_of, text_of
 from recitation import ALPHABET
@@ -287,10 +288,8 @@ def report(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     pairs = [compared(runs, *pair, seeds) for pair in PAIRS if set(pair) <= set(runs)]
     config = {"workload": dict(workload), "arms": ARMS, "threshold": THRESHOLD, "margin": MARGIN}
     rows = [{"arm": a, "seed": s} | runs[a][s] for a in runs for s in seeds]
-    grid.write(
-        config | {"seeds": seeds, "table": table, "pairs": pairs, "runs": rows},
-        args.out / "time_to_accuracy.json",
-    )
+    result = config | {"seeds": seeds, "table": table, "pairs": pairs, "runs": rows}
+    record.write(args.out / "time_to_accuracy.json", result, seeds=seeds)
     show(table, pairs)
     plot(rows, pairs, args.out / "time_to_accuracy.png")
 

@@ -26,9 +26,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
-import os
 import pathlib
-import platform
 import shutil
 import sqlite3
 import tempfile
@@ -38,6 +36,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import record
 
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
@@ -73,12 +72,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         sizes, workers, rounds = SMOKE_GROUPS, SMOKE_WORKERS, 2
     result = {
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
         "grpc": grpc.__version__,
         "sqlite": sqlite3.sqlite_version,
-        "load": [os.getloadavg()[0]],
         "rounds": rounds,
         "bars": BARS,
         "tokens": {},
@@ -91,9 +86,7 @@ def main(argv: list[str] | None = None) -> None:
             found = measure(pathlib.Path(directory), num_tokens, num_groups, workers, rounds)
             result["tokens"][str(num_tokens)] = found
             print(json.dumps({num_tokens: found}, indent=2), flush=True)
-    result["load"].append(os.getloadavg()[0])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "queue.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    record.write(args.out / "queue.json", result, seeds=[0])
 
 
 def measure(
@@ -350,8 +343,8 @@ def serve_bare(bound: Any, echo: bool) -> None:
 
 def rates(groups_per_sec: np.ndarray, group_bytes: int) -> dict:
     return {
-        "groups_per_sec": quartiles(groups_per_sec),
-        "mb_per_sec": quartiles(groups_per_sec * group_bytes / 1e6),
+        "groups_per_sec": record.quartiles(groups_per_sec),
+        "mb_per_sec": record.quartiles(groups_per_sec * group_bytes / 1e6),
     }
 
 
@@ -364,12 +357,7 @@ def latencies(calls: Sequence[Sequence[float]]) -> dict:
 def ratio(secs: dict[str, list[float]], name: str) -> dict:
     """Quartiles over rounds of the ratio of two rates."""
     this, other = name.split("/")
-    return quartiles(np.array(secs[other]) / np.array(secs[this]))
-
-
-def quartiles(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
+    return record.quartiles(np.array(secs[other]) / np.array(secs[this]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from origin import origin
+import record
 
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing.transports import Transport
@@ -178,7 +178,6 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                             continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
-                        row |= origin() | {"seeds": [0, 1]}
                         ways = {"in_pause_": {"prepares": False, "verify": "all"}}
                         if server in VERIFY_NOTHING and transport != "distributed":
                             ways["rotating_"] = {"prepares": False, "verify": "rotating"}
@@ -219,14 +218,15 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()
     out = pathlib.Path(args.out)
-    result = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    result = record.read(out)
     rows = {key_of(row): row for row in result.get("rows", [])}
     sizes = [int(size) for size in args.sizes.split(",")]
     for row in run(sizes, args.servers.split(","), args.transports.split(","), args.repeats):
         print(line(row), flush=True)
         rows[key_of(row)] = row
         result["rows"] = list(rows.values())
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        part = " ".join(map(str, key_of(row)))
+        result = record.write(out, result, seeds=[0, 1], part=part)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import pathlib
 import tempfile
 import threading
@@ -27,7 +26,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import peers
-import shapes
+import record
 from flax import nnx
 
 from jaxrl_async import parts
@@ -73,14 +72,13 @@ def main(argv: list[str] | None = None) -> None:
             for side in order:
                 found[side].append(turn(side, engine, settings, pathlib.Path(directory), groups))
             order.reverse()
-    result = shapes.machine() | {"groups": groups, "rounds": rounds}
+    result = {"groups": groups, "rounds": rounds}
     result["milliseconds_a_sample"] = {
-        side: {name: shapes.quartiles([t[name] for t in turns]) for name in turns[0]}
+        side: {name: record.quartiles([t[name] for t in turns]) for name in turns[0]}
         for side, turns in found.items()
     }
     report(result["milliseconds_a_sample"])
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "wire.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(args.out / "wire.json", result, seeds=[0])
 
 
 @contextlib.contextmanager

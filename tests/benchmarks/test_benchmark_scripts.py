@@ -271,6 +271,8 @@ def test_sides_take_turns_in_alternating_order_and_ratios_are_of_a_round():
     # 6/1, 9/4, 18/5, 21/8: the quartiles of each round's ratio, not a ratio of medians (13.5/4.5).
     sides = peers.summary(secs, amount=40)["sides"]
     ratios, rates = sides["ours"]["times_tunix"], sides["ours"]["rate"]
+    assert ratios.pop("raw") == pytest.approx([6, 9 / 4, 18 / 5, 21 / 8])
+    assert rates.pop("raw") == pytest.approx([40, 10, 8, 5])
     assert ratios == pytest.approx({"low": 2.53125, "median": 3.1125, "high": 4.2})
     # Of 40, 10, 8 and 5 per second.
     assert rates == pytest.approx({"low": 7.25, "median": 9, "high": 17.5})
@@ -352,7 +354,8 @@ def test_a_message_is_a_sound_group_of_13_bytes_a_token(num_tokens):
 
 def test_a_ratio_is_that_of_the_rates_of_the_same_round():
     secs = {"off": [2.0, 3.0, 10.0], "echo": [1.0, 3.0, 8.0]}  # Ratios .5, 1 and .8.
-    assert trajectory_queue.ratio(secs, "off/echo") == {"median": 0.8, "low": 0.65, "high": 0.9}
+    found = trajectory_queue.ratio(secs, "off/echo")
+    assert found == {"median": 0.8, "low": 0.65, "high": 0.9, "raw": [0.5, 1, 0.8]}
 
 
 @pytest.mark.parametrize("name", ["last_number", "math_verify"])

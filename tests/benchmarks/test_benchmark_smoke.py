@@ -7,9 +7,12 @@ import importlib
 import json
 
 import pytest
+import record
 from fixtures.boxes import boxed
 
 from jaxrl_async.config.settings import PACKINGS
+
+ONES = {"median": 1, "low": 1, "high": 1, "raw": [1, 1]}
 
 
 def check_digits(result, directory):
@@ -74,7 +77,7 @@ def check_anchors(result, directory):
 
 
 def check_packing(result, directory):
-    assert set(result) == {"lengths", "padding", "host"}
+    assert set(result) == {"proof", "lengths", "padding", "host"}
     assert result["lengths"]["mean"] == pytest.approx(594, abs=1)
     for entry in result["padding"]:
         assert set(entry["policies"]) == {"fixed", *PACKINGS}
@@ -85,7 +88,7 @@ def check_packed_gradients(result, directory):
     assert measured["compilations"] == 2  # zeros and accumulate
     policies = measured["policies"]
     assert policies["fewest"]["microbatches"] < policies["fixed"]["microbatches"]
-    assert policies["fixed"]["fixed_over_this"] == {"median": 1, "low": 1, "high": 1}
+    assert policies["fixed"]["fixed_over_this"] == ONES
 
 
 def check_learner(result, directory):
@@ -159,14 +162,14 @@ def check_rewards(result, directory):
     for reward in result["rewards"].values():
         in_process = importlib.import_module("rewards").IN_PROCESS
         assert list(reward["processes"]) == [in_process, "1", "2"]
-        assert reward["processes"]["1"]["over_one"] == {"median": 1, "low": 1, "high": 1}
+        assert reward["processes"]["1"]["over_one"] == ONES
         assert all(row["calls_per_sec"]["low"] > 0 for row in reward["processes"].values())
 
 
 def check_sandbox(result, directory):
     for size in ("1", "2"):
         ways = {way: result[size][way] for way in ("bare", "boxed", "code")}
-        assert ways["bare"]["over_bare"] == {"median": 1, "low": 1, "high": 1}
+        assert ways["bare"]["over_bare"] == ONES
         assert all(row["runs_per_sec"]["low"] > 0 for row in ways.values())
 
 
@@ -269,7 +272,9 @@ def test_a_benchmark_runs_in_small_and_writes_its_figures(
     where = [f"--dir={scratch}"] if script == "trajectory_queue" else []
     for argv in runs:
         importlib.import_module(script).main([*argv, f"--out={tmp_path}", *where])
-    check(json.loads((tmp_path / f"{file}.json").read_text()), tmp_path)
+    result = json.loads((tmp_path / f"{file}.json").read_text())
+    assert record.faults(result) == []
+    check(result, tmp_path)
     assert list(scratch.iterdir()) == []
 
 
