@@ -140,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     device = jax.devices()[0]
     names = ["quickstart", "17m", "100m"]
     result = {
+        "device": jax.devices()[0].device_kind,
         "rounds": args.rounds,
         "shapes": {},
     }

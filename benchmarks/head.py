@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     shape = SMOKE if args.smoke else SHAPE
     result = {
+        "device": jax.devices()[0].device_kind,
         "shape": {k: v for k, v in shape.items() if k != "chunks"},
         "heads": {},
     }

@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> None:
         shape, tokens, lengths, names = SHAPES["smoke"][0], 16, (8, 16), ["smoke"]
         args.updates = args.rounds = args.blocks = 1
     path = args.out / "learner.json"
-    result = record.read(path)
+    result = record.read(path) | {"device": jax.devices()[0].device_kind}
     if args.part in ("rate", "all"):
         for name in names:
             result[name] = rate(*SHAPES[name], args.updates)

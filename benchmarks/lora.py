@@ -41,7 +41,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.smoke:
         args.rows, args.rounds, args.rank = 1, 2, 2
-    result = {"rank": args.rank, "rows": args.rows, "rounds": args.rounds}
+    result = {
+        "device": jax.devices()[0].device_kind,
+        "rank": args.rank,
+        "rows": args.rows,
+        "rounds": args.rounds,
+    }
     result |= measure(*read(args), SMOKE if args.smoke else WORK, args.rows, args.rounds)
     report(result)
     record.write(args.out / "lora.json", result, seeds=[0])

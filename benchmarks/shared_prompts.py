@@ -56,6 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         args.shape, args.rounds = "smoke", 2
     result = {
+        "device": jax.devices()[0].device_kind,
         "rounds": args.rounds,
         "remat": args.remat,
         "shapes": {},
