@@ -13,9 +13,7 @@ Results are printed and written to benchmarks/results/scrape.json, or to DIR.
 import argparse
 import asyncio
 import json
-import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ import urllib.request
 from typing import Any
 
 import psutil
+import record
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Settings
@@ -112,6 +111,7 @@ def measure(num_servers: int, num_workers: int, num_scrapes: int) -> dict[str, A
         "compressed_bytes": num_bytes,
         "cpu_secs_each": each,
         "secs_median": sorted(secs[2:])[num_scrapes // 2],
+        "raw": secs[2:],
         "share_of_core": each / EVERY_SECS,
         "bar": BAR,
     }
@@ -132,10 +132,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         asyncio.run(serve(settings(args.port), args.workdir))
         return {}
     result = measure(args.servers, args.workers, args.scrapes)
-    result |= {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result |= {"python": platform.python_version(), "load": os.getloadavg()}
     print(json.dumps(result, indent=2))
-    (args.out / "scrape.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(args.out / "scrape.json", result, seeds=[])
     return result
 
 
