@@ -7,8 +7,8 @@ import dataclasses
 import secrets
 from typing import Any
 
-# Reasons of a return; every other list of them is made of these. After a reissue reason, the infrastructure's fault,
-# the index is issued again. A retire reason is the prompt's: the index is done with.
+# Reasons of a return; every other list of them is made of these. After a reissue reason, no fault of the prompt's, the
+# index is issued again. A retire reason is the prompt's: the index is done with.
 WORKER_LOST = "worker_lost"  # Returned by the queue: no sign of life of the worker that had it.
 # Of a worker: no server was HEALTHY, or servers answered nonsense to several prompts.
 SERVER_FAULT = "server_fault"
@@ -20,7 +20,10 @@ FAULTS = REFUSALS | {
     *("server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"),
     *("environment_error", "environment_timeout", "agent_error", "agent_timeout", "agent_rows"),
 }
-REISSUE_REASONS = FAULTS | {"timeout", WORKER_LOST}
+FAILURES = FAULTS | {"timeout", WORKER_LOST}
+# By the queue, with queue.order = "completion": others were trained until its tokens were too old for the next step.
+OVERTAKEN = "overtaken"
+REISSUE_REASONS = FAILURES | {OVERTAKEN}
 # No fault of the prompt's: it costs none of its attempts, and those that come together count as one failure.
 BLAMELESS = REFUSALS | {WORKER_LOST, SERVER_FAULT}
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})

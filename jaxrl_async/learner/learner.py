@@ -31,7 +31,7 @@ from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.records import (
     BLAMELESS,
-    REISSUE_REASONS,
+    FAILURES,
     SILENT_SECS,
     UP,
     QueueStatus,
@@ -507,7 +507,7 @@ class _FailureBudgets:
         counts = counts - self._looks[0][1]
         within = f"within {queue.failure_window_secs:g} s (queue.failure_window_secs)"
         report = f"returned: {status.returned}, retired: {status.retired}"
-        failures = sum(counts[reason] for reason in REISSUE_REASONS)
+        failures = sum(counts[reason] for reason in FAILURES)
         if failures > queue.max_failures:
             raise TooManyFailuresError(
                 f"{failures} groups were returned for failures {within}, the budget queue.max_failures is "

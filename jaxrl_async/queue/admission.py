@@ -20,6 +20,7 @@ from jaxrl_async.records import (
     BLAMELESS,
     EXHAUSTED,
     FAULTS,
+    OVERTAKEN,
     REISSUE_REASONS,
     RETIRE_REASONS,
     WORKER_LOST,
@@ -45,7 +46,8 @@ class State:
     reissue: tuple[Permit, ...]
     # each with its worker, and the version published when it was issued; None where it was not recorded
     running: tuple[tuple[Permit, str, int | None], ...]
-    held: tuple[tuple[Permit, int], ...]  # each with its bytes, in completion order
+    # each with its bytes and the oldest version of its tokens, in completion order
+    held: tuple[tuple[Permit, int, int], ...]
     leased: tuple[tuple[Permit, int], ...]  # each with its bytes
     chunks: dict[int, tuple[FixedChunk, ...]]  # of the uncommitted steps, by step
 
@@ -62,6 +64,7 @@ class _Running:
 class _Held:
     attempt: int
     num_bytes: int
+    oldest: int | None = None  # version of its tokens; None where it was not told
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -91,7 +94,7 @@ class Admission:
     max_bytes: int  # of groups in memory, ≥ 1; at this bound only groups that the next lease needs are admitted
     chunk_groups: int | None = None  # ≥ 1; see `Leases`
     # Versions that the servers may be behind the published one (rollout.delay_steps); None: the versions of groups are
-    # not checked.
+    # not checked, and none is overtaken.
     weight_delay: int | None = None
 
     def __post_init__(self):
@@ -207,9 +210,11 @@ class Admission:
             p.prompt_index: _Running(p.attempt, now, worker, version)
             for p, worker, version in state.running
         }
-        self._held = {p.prompt_index: _Held(p.attempt, size) for p, size in state.held}
+        self._held = {
+            p.prompt_index: _Held(p.attempt, size, oldest) for p, size, oldest in state.held
+        }
         self._leased = {p.prompt_index: _Held(p.attempt, size) for p, size in state.leased}
-        self.num_bytes = sum(size for _, size in (*state.held, *state.leased))
+        self.num_bytes = sum(size for _, size, *_ in (*state.held, *state.leased))
         self.leases.recover(state.chunks)
 
     def publish(self, version: int, resume_point: ResumePoint | None = None) -> None:
@@ -285,7 +290,7 @@ class Admission:
           newest: see `oldest`.
 
         Returns:
-          "over_age", "foreign_version", or None.
+          "over_age", "foreign_version", "overtaken" as of `overtaken`, or None.
         """
         running = self._running.get(permit.prompt_index)
         if self.weight_delay is None or running is None or running.attempt != permit.attempt:
@@ -294,10 +299,10 @@ class Admission:
             return "foreign_version"
         if running.version is not None and oldest < running.version - self.weight_delay:
             return "over_age"
-        return None
+        return OVERTAKEN if self._is_overtaken(oldest) else None
 
-    def submit(self, permit: Permit, num_bytes: int) -> str:
-        """A group was submitted.
+    def submit(self, permit: Permit, num_bytes: int, oldest: int | None = None) -> str:
+        """A group was submitted, whose oldest token is of the version `oldest`.
 
         Returns:
           "held"; "duplicate" where this attempt is here already; "stale" where the permit was returned in the meantime
@@ -309,7 +314,7 @@ class Admission:
         standing = self._standing(permit)
         if standing == "running":
             del self._running[permit.prompt_index]
-            self._held[permit.prompt_index] = _Held(permit.attempt, num_bytes)
+            self._held[permit.prompt_index] = _Held(permit.attempt, num_bytes, oldest)
             self._lost.pop(permit.prompt_index, None)
             self.num_bytes += num_bytes
             return "held"
@@ -349,6 +354,26 @@ class Admission:
         self._lost.pop(permit.prompt_index, None)
         self.retired[EXHAUSTED if reason in REISSUE_REASONS else reason] += 1
         return "retired"
+
+    def overtaken(self) -> list[Permit]:
+        """The held groups with a token that would be older than η in the next step to be leased.
+
+        In prompt order, and in periodic mode, there is none: no group waits for more steps than its permit allows.
+        """
+        held = self._held.items()
+        return [Permit(i, group.attempt) for i, group in held if self._is_overtaken(group.oldest)]
+
+    def take_back(self, permit: Permit) -> str:
+        """Drops a group of `overtaken`; the outcome is as of `return_permit`."""
+        group = self._held.pop(permit.prompt_index)
+        self.num_bytes -= group.num_bytes
+        self._running[permit.prompt_index] = _Running(permit.attempt, 0.0, "", None)
+        return self.return_permit(permit, OVERTAKEN)
+
+    def _is_overtaken(self, oldest: int | None) -> bool:
+        if self.chunk_groups is None or self.weight_delay is None or oldest is None:
+            return False
+        return oldest < self.leases.leased_step - self.max_staleness - self.weight_delay
 
     def seen(self, worker: str, now: float) -> None:
         """A worker gave a sign of life."""
@@ -391,7 +416,8 @@ class Admission:
         chunk = self.leases.fixed(step, index)
         if chunk is None and (indexes := self._choose()) is not None:
             chunk = self.leases.fix(indexes)
-            self._leased |= {i: self._held.pop(i) for i in indexes}
+            for i in indexes:
+                self._leased[i] = dataclasses.replace(self._held.pop(i), oldest=None)
         return chunk
 
     def commit(self, step: int) -> tuple[int, ...]:

@@ -283,8 +283,13 @@ class Journal:
 
         await self._change(write)
 
-    async def returned(self, permit: Permit, reason: str, outcome: str, retired_as: str) -> None:
-        """A permit was returned, with the outcome "reissued", or "retired" under the reason `retired_as`."""
+    def returned(
+        self, permit: Permit, reason: str, outcome: str, retired_as: str, *, held: bool = False
+    ) -> asyncio.Future:
+        """A permit was returned, with the outcome "reissued", or "retired" under the reason `retired_as`.
+
+        `held`: its group was submitted, and is deleted.
+        """
         index, attempt = permit.prompt_index, permit.attempt
         state, last = ("retired", attempt) if outcome == "retired" else ("reissue", attempt + 1)
 
@@ -298,10 +303,15 @@ class Journal:
                 (last, state, retired_as if state == "retired" else "", index),
             )
             _add(c, f"returned/{reason}", 1)
+            if held:
+                group = " FROM groups WHERE prompt_index = ?"
+                (num_bytes,) = c.execute(f"SELECT LENGTH(message){group}", (index,)).fetchone()
+                c.execute(f"DELETE{group}", (index,))
+                _add(c, "message_bytes", -num_bytes)
             if state == "retired":
                 _add(c, f"retired/{retired_as}", 1)
 
-        await self._change(write)
+        return self._change(write)
 
     async def leased(self, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
         """A chunk was leased; `new` where it was fixed now. Returns after the fixing is written."""
@@ -656,6 +666,9 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         permits = sorted((p for p, *_ in by_state[state]), key=lambda p: order[p.prompt_index])
         return tuple((p, len(messages[p.prompt_index])) for p in permits)
 
+    def oldest(permit: Permit) -> int:
+        return wire.versions_of(pb.Group.FromString(messages[permit.prompt_index]))[0]
+
     chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
     fixed = "SELECT step, last, prompt_indexes FROM chunks WHERE step > ? ORDER BY step, chunk"
     for step, is_last, indexes in c.execute(fixed, (resume_point.step,)).fetchall():
@@ -671,7 +684,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         returned=_counts(totals, "returned/", base.returned),
         reissue=tuple(p for p, *_ in by_state["reissue"]),
         running=tuple(by_state["running"]),
-        held=sized("held"),
+        held=tuple((permit, size, oldest(permit)) for permit, size in sized("held")),
         leased=sized("leased"),
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
     )

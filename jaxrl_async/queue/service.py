@@ -31,6 +31,7 @@ from jaxrl_async.queue.journal import Journal, JournalError
 from jaxrl_async.queue.leases import FixedChunk, OrderError
 from jaxrl_async.records import (
     EXHAUSTED,
+    OVERTAKEN,
     REISSUE_REASONS,
     SILENT_SECS,
     SUPERSEDED,
@@ -263,12 +264,13 @@ class QueueService:
         wire.check_message(request, group_size=self.group_size, **bounds)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
-        if refusal := self.admission.check_versions(permit, *wire.versions_of(request)):
+        oldest, newest = wire.versions_of(request)
+        if refusal := self.admission.check_versions(permit, oldest, newest):
             log.warning("%s is refused: %s", permit, refusal)
             await self._return(permit, refusal)
             self._lengths.count_group("dropped", request)
             return pb.PushReply(outcome=refusal)
-        outcome = self._apply(self.admission.submit, permit, len(message))
+        outcome = self._apply(self.admission.submit, permit, len(message), oldest)
         if outcome == "held":
             self._groups[permit.prompt_index] = request
             self._lengths.count_group("admitted", request)
@@ -328,6 +330,8 @@ class QueueService:
     async def _chunk(self, request: pb.LeaseRequest) -> tuple[FixedChunk, list[pb.Group]]:
         """Waits for a chunk of a step that is not committed; returns it with its groups."""
         step, index = request.step, request.chunk
+        # Those of a queue that was killed before it wrote this.
+        await asyncio.gather(*self._drop_overtaken())
         await self._until(
             lambda: (
                 self._superseded(request)
@@ -343,10 +347,25 @@ class QueueService:
         chunk = cast(FixedChunk, self._apply(self.admission.lease, step, index))  # It is ready.
         # Before the write: a commit may come in the meantime.
         groups = [self._groups[i] for i in chunk.indexes]
+        dropped = self._drop_overtaken()
         if self.journal is not None:
             # A second caller, too, is answered after the write.
             await self.journal.leased(step, index, chunk, new=new)
+        await asyncio.gather(*dropped)
         return chunk, groups
+
+    def _drop_overtaken(self) -> list[asyncio.Future]:
+        """Drops the groups that are too old for the next step; returns the writes, which have begun."""
+        written = []
+        for permit in self.admission.overtaken():
+            outcome = self._apply(self.admission.take_back, permit)
+            group = self._groups.pop(permit.prompt_index)
+            self._lengths.count_group("dropped", group)
+            log.info("%s is overtaken: %s", permit, outcome)
+            if self.journal is not None:
+                reasons = OVERTAKEN, outcome, EXHAUSTED
+                written.append(self.journal.returned(permit, *reasons, held=True))
+        return written
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
         """Commits a trained step and drops its groups; a repeated call gets the first answer."""

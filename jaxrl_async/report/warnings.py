@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, Rows, column
-from jaxrl_async.records import EXHAUSTED, REISSUE_REASONS
+from jaxrl_async.records import EXHAUSTED, FAILURES
 
 MAX_WAITING = 0.5  # share of the learner's time
 MAX_EQUAL = 0.5  # share of the steps
@@ -117,7 +117,7 @@ def exhausted(rows: Rows) -> str | None:
 
 def failures(rows: Rows) -> str | None:
     """One group or more per step returned for a failure of a server or a reward."""
-    names = sorted(REISSUE_REASONS)
+    names = sorted(FAILURES)
     counts = {name: rows[-1].get(f"returned/{name}", 0) for name in names}
     total = sum(counts.values())
     if total < len(rows):

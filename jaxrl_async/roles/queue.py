@@ -35,23 +35,23 @@ async def serve(settings: Settings, queue: service.QueueService) -> None:
 
 def service_of(settings: Settings, workdir: pathlib.Path) -> service.QueueService:
     """The queue of a run, restored from its journal."""
-    queue = settings.queue
+    queue, B = settings.queue, settings.learner.groups_per_step
     admission = Admission(
-        batch_groups=settings.learner.groups_per_step,
+        batch_groups=B,
         max_staleness=queue.max_staleness,
         push_every_steps=settings.weights.push_every_steps,
         max_running_groups=queue.max_running_groups,
         max_attempts=queue.max_attempts,
         permit_timeout_secs=queue.permit_timeout_secs,
         max_bytes=queue.max_bytes,
-        chunk_groups=queue.chunk_groups or None,
+        chunk_groups=B if queue.order == "completion" else queue.chunk_groups or None,
         weight_delay=delay_of(settings.rollout.delay_steps)[0],
     )
     journal = None
     if settings.journal.keep != "none":
         journal = Journal(
             pathlib.Path(settings.journal.path or workdir / "journal.sqlite"),
-            batch_groups=settings.learner.groups_per_step,
+            batch_groups=B,
             keep=settings.journal.keep,
             max_bytes=settings.journal.max_bytes or None,
             mode=settings.journal.mode,

@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.active_clock import STOP_SECS, ActiveClock
 from jaxrl_async.queue.client import QueueClient
-from jaxrl_async.records import REFUSALS, UP, Permit, Wait
+from jaxrl_async.records import OVERTAKEN, REFUSALS, UP, Permit, Wait
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
 from jaxrl_async.rollout.failures import (
@@ -181,6 +181,8 @@ class Worker:
             if self.drop_equal_rewards and group.has_equal_rewards:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self.queue.submit(group)
+            if outcome == OVERTAKEN:
+                log.info("%s came too late for the steps that its tokens may be trained in", permit)
             if outcome in REFUSALS:
                 log.warning("%s was refused as %s", permit, outcome)
                 self.sampler.distrust(permit, outcome)

@@ -262,6 +262,25 @@ def test_one_turn_is_the_planner_without_turns_to_the_bit(changes, figures, turn
     assert o.tools_running == 0
 
 
+def test_in_completion_order_no_step_waits_for_its_slowest_and_no_token_is_too_old():
+    sizes = dict(
+        num_steps=300, warm_steps=20, max_staleness=2, max_attempts=3, max_running_groups=64
+    )
+    by_prompt, by_completion = (
+        simulate(make(order=order, **sizes), lengths_of("pareto:100:1.5"))
+        for order in ("prompt", "completion")
+    )
+    assert by_completion.steps_per_sec > 1.2 * by_prompt.steps_per_sec
+    assert by_completion.staleness_max <= 2 and by_prompt.dropped == {}
+    assert by_completion.dropped.keys() == {"overtaken"}
+    assert by_completion.length_bias < 0.95 < by_prompt.length_bias
+
+
+def test_the_order_is_of_mode_async():
+    with pytest.raises(ValueError, match="order must be one of .'prompt',. in mode sync"):
+        sync(order="completion")
+
+
 def test_a_synchronous_step_waits_for_every_turn_and_tool():
     # Two turns of 50 tokens, .5 s each, and 2 s of a tool between them: 3 s. Of the 128 slots 8 are taken for 1 s.
     outcome = simulate(sync(turns="2", tool_secs=2.0), lengths_of("constant:100"))

@@ -64,6 +64,50 @@ def test_groups_of_other_versions_than_their_permits_allow_are_refused():
     assert admission.check_versions(Permit(0, 0), 0, 999) is None  # It is stale anyway.
 
 
+def test_in_completion_order_a_group_too_old_for_the_next_step_is_overtaken():
+    admission = published(batch_groups=2, chunk_groups=2, max_staleness=1, weight_delay=0)
+    slow, waits, *others = admission.admit(4, 0.0)
+    for permit in others:
+        admission.submit(permit, 1, oldest=0)
+    assert admission.lease(1, 0).indexes == (2, 3)  # It waits for no lower index.
+    admission.commit(1)
+    admission.publish(1)
+    for permit in admission.admit(2, 0.0):
+        admission.submit(permit, 1, oldest=1)
+    assert admission.check_versions(waits, 0, 0) is None  # Step 2 may train version 0 …
+    admission.submit(waits, 1, oldest=0)
+    assert admission.overtaken() == []
+    assert admission.lease(2, 0).indexes == (4, 5)
+    assert admission.overtaken() == [waits]  # … and step 3 may not.
+    assert admission.take_back(waits) == "reissued" and admission.overtaken() == []
+    assert admission.check_versions(slow, 0, 1) == "overtaken"
+    assert admission.check_versions(slow, 1, 1) is None
+    assert (admission.held, admission.reissues, admission.returned) == (0, 1, {"overtaken": 1})
+    admission.publish(2)
+    assert admission.admit(1, 0.0) == [Permit(waits.prompt_index, 1)]
+
+
+def test_a_prompt_that_is_always_overtaken_is_exhausted():
+    admission = published(
+        batch_groups=1, chunk_groups=1, max_staleness=1, weight_delay=0, max_attempts=2
+    )
+    outcomes, slow = [], admission.admit(1, 0.0)[0]
+    for step in range(1, 7):
+        (other,) = admission.admit(1, 0.0)
+        admission.submit(other, 1, oldest=step - 1)
+        admission.lease(step, 0)
+        admission.commit(step)
+        admission.publish(step)
+        oldest = 0 if slow.attempt == 0 else 2
+        if admission.check_versions(slow, oldest, oldest) == "overtaken":
+            outcomes.append(admission.return_permit(slow, "overtaken"))
+            if outcomes[-1] == "retired":
+                break
+            (slow,) = admission.admit(1, 0.0)
+    assert outcomes == ["reissued", "retired"]
+    assert admission.retired == {"exhausted": 1}
+
+
 def test_a_late_group_of_an_index_that_lost_workers_is_stale():
     admission = published(batch_groups=1, max_attempts=1)
     (permit,) = admission.admit(1, 0.0, "a")

@@ -13,6 +13,7 @@ import hypothesis
 import numpy as np
 import pytest
 from fixtures.queues import (
+    HANG_SECS,
     SOUND_AUDIT,
     connected,
     group,
@@ -27,6 +28,7 @@ from jaxrl_async.queue import journal as journals
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import Identity, Permit, ResumePoint, ServerRecord
 from jaxrl_async.types import Group
 
@@ -203,6 +205,54 @@ async def test_the_order_of_submission_survives(tmp_path):
         await queue.client.submit(group(permits[1]))
         chunks = await queue.lease(1)
         assert [[g.prompt_index for g in c.groups] for c in chunks] == [[3, 0], [2, 1]]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["alive", "killed"])
+async def test_a_group_that_is_overtaken_leaves_queue_and_journal(tmp_path, monkeypatch, killed):
+    path = tmp_path / "j"
+    values = dict(batch_groups=2, chunk_groups=2, max_staleness=1, weight_delay=0)
+
+    async def submit(queue, version, *permits):
+        for permit in permits:
+            assert await queue.client.submit(group(permit, version=version)) == "held"
+
+    async with journaled(path, **values) as queue:
+        await queue.publish(0)
+        slow, waits, *others = await queue.client.admit(4, 5.0)
+        await submit(queue, 0, *others)
+        await queue.lease(1)
+        await queue.commit(1)
+        await queue.publish(1)
+        await submit(queue, 1, *await queue.client.admit(2, 5.0))
+        await submit(queue, 0, waits)
+        with monkeypatch.context() as patch:
+            if killed:  # after it wrote the lease, and before the rest
+                patch.setattr(QueueService, "_drop_overtaken", lambda self: [])
+            (chunk,) = await queue.lease(2)
+        assert [g.prompt_index for g in chunk.groups] == [4, 5]
+        assert (await queue.status()).depth_groups == killed
+    async with journaled(path, **values) as queue:
+        leasing = asyncio.create_task(queue.lease(3))
+        await queue.commit(2)
+        await queue.publish(2)
+        async with asyncio.timeout(HANG_SECS):
+            while not (status := await queue.status()).returned:
+                await asyncio.sleep(0.01)
+        assert (status.returned, status.depth_groups) == ({"overtaken": 1}, 0)
+        assert status.depth_bytes == 0
+        assert await queue.client.submit(group(slow, version=0)) == "overtaken"
+        permits = await queue.client.admit(2, 5.0)
+        assert permits == [Permit(slow.prompt_index, 1), Permit(waits.prompt_index, 1)]
+        await submit(queue, 2, *permits)
+        (chunk,) = await leasing
+        assert [g.attempt for g in chunk.groups] == [1, 1]
+        await queue.commit(3)
+    with contextlib.closing(JournalReader(path)) as journal:
+        assert journal.audit() == SOUND_AUDIT
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        (num_bytes,) = connection.execute("SELECT SUM(LENGTH(message)) FROM groups").fetchone()
+        totals = dict(connection.execute("SELECT name, value FROM totals").fetchall())
+    assert totals["message_bytes"] == num_bytes and totals["returned/overtaken"] == 2
 
 
 async def test_a_learner_restored_earlier_gets_the_same_batches_again(tmp_path):

@@ -28,6 +28,7 @@ from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import (
     BLAMELESS,
     EXHAUSTED,
+    OVERTAKEN,
     REISSUE_REASONS,
     RETIRE_REASONS,
     Permit,
@@ -193,7 +194,7 @@ class Ledger:
                 for p in self.permits("running")
                 for e in [self.entries[p.prompt_index]]
             ),
-            held=sized("held"),
+            held=tuple((p, size, self.sampled[p.prompt_index]) for p, size in sized("held")),
             leased=sized("leased"),
             chunks={
                 s: tuple(c) for s, c in self.chunks.items() if c and s > self.resume_point.step
@@ -281,7 +282,7 @@ def run_admission(events, values):
             if refusal:
                 give_back(permit, refusal)
             else:
-                assert admission.submit(permit, number) == "held"
+                assert admission.submit(permit, number, version) == "held"
                 ledger.submitted(permit, number)
                 ledger.sampled[permit.prompt_index] = version
                 assert admission.submit(permit, 1) == "duplicate"
@@ -304,9 +305,11 @@ def run_admission(events, values):
             assert (chunk is not None) == ready
             if chunk:
                 ledger.leased(step, chunk)
-                if values["chunk_groups"] is None or values["max_staleness"] == 0:
-                    oldest = min(ledger.sampled[i] for i in chunk.indexes)
-                    assert step - 1 - oldest <= values["max_staleness"] + delay
+                oldest = min(ledger.sampled[i] for i in chunk.indexes)
+                assert step - 1 - oldest <= values["max_staleness"] + delay
+                for permit in (overtaken := admission.overtaken()):
+                    assert admission.take_back(permit) == ledger.gave_back(permit, OVERTAKEN)
+                assert not overtaken or (values["chunk_groups"] and values["max_staleness"])
                 if values["chunk_groups"] is None:  # In prompt order, no lower index to come.
                     later = ledger.indexes("running", "reissue", "held")
                     assert list(chunk.indexes) == sorted(chunk.indexes)

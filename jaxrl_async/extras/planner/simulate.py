@@ -31,7 +31,7 @@ import numpy as np
 from jaxrl_async.config.checks import check_mode
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.records import Permit
+from jaxrl_async.records import OVERTAKEN, Permit
 
 MAX_LOST = 300
 
@@ -72,6 +72,7 @@ class Plan:
     max_turns: int = 0  # an episode of more loses the turns beyond, tokens too; 0: no bound
     tool_secs: float = 0.0  # median of log-normal seconds between two turns
     tool_sigma: float = 0.0  # of their logarithm
+    order: str = "prompt"  # queue.order
 
     def __post_init__(self):
         """
@@ -91,6 +92,8 @@ class Plan:
         _check("warm_steps", self.warm_steps, in_run, 0 <= self.warm_steps < self.num_steps)
         a_group = f"≥ group_size = {self.group_size}"
         _check("num_slots", self.num_slots, a_group, self.num_slots >= self.group_size)
+        orders = ("prompt", "completion") if self.mode == "async" else ("prompt",)
+        _check("order", self.order, f"one of {orders} in mode {self.mode}", self.order in orders)
         turns_of(self.turns)
         check_mode(
             self.mode,
@@ -386,6 +389,7 @@ class _Run:
     def __init__(self, plan: Plan, lengths: Lengths, watch: Callable[[Admission], None]):
         self._plan, self._lengths, self._watch = plan, lengths, watch
         self._turns = turns_of(plan.turns)
+        self._whole = plan.groups_per_step if plan.order == "completion" else None
         self._admission = Admission(
             batch_groups=plan.groups_per_step,
             max_staleness=plan.max_staleness,
@@ -394,7 +398,8 @@ class _Run:
             max_attempts=plan.max_attempts,
             permit_timeout_secs=plan.permit_timeout_secs,
             max_bytes=1,  # Groups are given no bytes: the queue's memory is no bound here.
-            chunk_groups=plan.chunk_groups or None,
+            chunk_groups=plan.chunk_groups or self._whole,
+            weight_delay=0,
         )
         self._fleet = _Fleet(
             plan.num_servers, plan.num_slots, 1 / plan.request_rate, 1 / plan.server_rate
@@ -478,6 +483,13 @@ class _Run:
         if admission.held < wanted or self._late:
             return None
         chunk = admission.lease(step, index)
+        if overtaken := admission.overtaken():
+            for permit in overtaken:
+                admission.take_back(permit)
+                del self._here[permit.prompt_index]
+            self._lost += len(overtaken)
+            self._tally.lose(OVERTAKEN, len(overtaken))
+            self._admit()
         if chunk is None:  # The batch in prompt order: some of the lowest B are still out.
             lowest = heapq.nsmallest(wanted, itertools.chain(self._out, self._here))
             self._late = self._out.keys() & lowest
@@ -567,9 +579,14 @@ class _Run:
             self._admission.return_permit(permit, outcome)
             self._left(permit)
         else:
-            outcome = self._admission.submit(permit, 0)
+            ages = min(group.by_version), max(group.by_version)
+            outcome = self._admission.check_versions(permit, *ages)
+            if outcome:
+                self._admission.return_permit(permit, outcome)
+            else:
+                outcome = self._admission.submit(permit, 0, ages[0])
+                self._here[permit.prompt_index] = group
             self._left(permit)
-            self._here[permit.prompt_index] = group
         self._tally.generate(group, outcome)
         self._lost += outcome != "held"
         if self._lost > MAX_LOST * self._plan.groups_per_step:
@@ -684,6 +701,11 @@ class _Tally:
             self.groups += 1
         else:
             self.lost["timeout" if outcome == "stale" else outcome] += 1
+
+    def lose(self, reason: str, num_groups: int) -> None:
+        """Groups that were submitted in time are not trained on."""
+        self.groups -= num_groups
+        self.lost[reason] += num_groups
 
     def train(self, step: int, groups: Sequence[_Group]) -> None:
         for group in groups:

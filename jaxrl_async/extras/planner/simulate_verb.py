@@ -38,6 +38,7 @@ _SIZES = {
     "group_size": ("", "G"),
     "max_staleness": ("", "η, steps"),
     "push_every_steps": ("1", "N"),
+    "order": ("prompt", "in which mode async trains groups: prompt or completion"),
     "chunk_groups": ("0", "groups a chunk, of mode periodic"),
     "max_running_groups": ("1000000", "groups generated at once"),
     "permit_timeout_secs": ("inf", "after which a group is issued again, whatever its worker says"),
@@ -258,6 +259,7 @@ def _sizes_of(settings: Settings, servers: str) -> dict[str, Any]:
         "group_size": s.rollout.group_size,
         "max_staleness": s.queue.max_staleness,
         "push_every_steps": s.weights.push_every_steps,
+        "order": s.queue.order,
         "chunk_groups": s.queue.chunk_groups,
         "max_running_groups": min(
             s.queue.max_running_groups, s.rollout.num_workers * s.rollout.max_running_groups
