@@ -11,7 +11,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_async import report, sealed
-from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.cli.config import load_config, refuse_bucket, settings_of
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.preflight import machine
 from jaxrl_async.roles import start
@@ -27,6 +27,7 @@ class Run:
     last_step: int | None = None  # of `metrics`; None for all so far
 
     def __post_init__(self):
+        refuse_bucket("workdir", self.workdir)
         object.__setattr__(self, "workdir", pathlib.Path(self.workdir).absolute())
 
     @property

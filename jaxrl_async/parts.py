@@ -623,6 +623,11 @@ def train_step_of(
     )
 
 
+def checkpoint_directory(settings: Settings, workdir: pathlib.Path) -> str | pathlib.Path:
+    """The directory or the bucket of the run's checkpoints."""
+    return settings.checkpoint.directory or workdir / "checkpoints"
+
+
 def checkpoints_of(
     settings: Settings, workdir: pathlib.Path, *, remove_unfinished: bool = False
 ) -> Checkpoints:
@@ -631,7 +636,7 @@ def checkpoints_of(
     from jaxrl_async.learner.checkpoint import Checkpoints
 
     return Checkpoints(
-        workdir / "checkpoints",
+        checkpoint_directory(settings, workdir),
         keep=settings.checkpoint.keep,
         best=functools.partial(best_version, workdir),
         remove_unfinished=remove_unfinished,

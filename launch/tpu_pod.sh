@@ -84,6 +84,7 @@ dry=
 [ "${1:-}" = --dry-run ] && { dry=1 && shift; }
 [ $# -ge 2 ] || { usage >&2; exit 2; }
 config=$1 workdir=$2
+[[ $workdir != *://* ]] || { echo "WORKDIR must be on a disk, got $workdir: checkpoint.directory may be a bucket" >&2; exit 2; }
 shift 2
 model=
 for flag in "$@"; do [[ $flag == --config.model.path=* ]] && model=${flag#*=}; done

@@ -22,7 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from jaxrl_async import sealed
-from jaxrl_async.config import checks
+from jaxrl_async.config import checks, forms
 from jaxrl_async.config.build import (
     UsageError,
     complete,
@@ -48,6 +48,7 @@ __all__ = [
     "main",
     "parse_arg",
     "parse_flags",
+    "refuse_bucket",
     "settings_of",
 ]
 log = logging.getLogger(__name__)
@@ -148,7 +149,17 @@ def parse_flags(
         raise UsageError(str(error)) from None
     if extra:
         raise UsageError(f"unexpected word {extra[0]!r}")
+    for name in definitions:
+        refuse_bucket(f"--{name}", values[name].value)
     return values
+
+
+def refuse_bucket(name: str, value: Any) -> None:
+    """Raises UsageError where a directory or file is the URL of a bucket."""
+    if forms.is_bucket(str(value)):
+        raise UsageError(
+            f"{name} must be on this machine, got {value}: checkpoint.directory alone keeps a run in a bucket"
+        )
 
 
 def _underscored(word: str) -> str:
@@ -193,6 +204,7 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
         another type.
       SettingsError: a config.json without a key of its time.
     """
+    refuse_bucket("--config", spec)
     file, _, arg = spec.partition(":")
     path = _found("config", file)
     if path.suffix == ".json":

@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     except (ReplayError, JournalError, CheckpointError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
+    flags.config.checkpoint.directory = ""  # The replay's own are in its directory.
     (out / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
     print(f"replayed into {out}")
     if changed:

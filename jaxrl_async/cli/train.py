@@ -123,8 +123,9 @@ def _apply_place(values: flags.FlagValues) -> None:
     except cluster.ClusterError as error:
         raise UsageError(f"--role=auto: {error}") from None
     values.role, values.index = place.role, place.index
-    values.resume = bool(workdirs.checkpoint_steps(pathlib.Path(values.workdir)))
     config, wanted = values.config, values.config.learner.num_processes
+    steps = workdirs.checkpoint_steps(pathlib.Path(values.workdir), config.checkpoint.directory)
+    values.resume = bool(steps)
     if place.role == "all":
         return
     if place.role == "learner" and place.num_learners != wanted:
@@ -207,7 +208,13 @@ def _run_one(
     role = values.role
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     security.log_to_stderr("json" if settings.monitoring.logs == "json" else text)
-    for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
+    for chatty in (
+        "absl",
+        "jax",
+        "tensorboardX",
+        "fsspec",
+        "gcsfs",
+    ):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if found := in_the_clear(settings):
         log.warning("security.insecure: without TLS to %s", ", ".join(found))

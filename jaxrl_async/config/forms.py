@@ -25,6 +25,27 @@ def host_port(address: str) -> None:
         raise SettingsError(f"must be host:port, with a port < 65536; got {address!r}")
 
 
+def is_bucket(path: str) -> bool:
+    """Whether a path is the URL of an object store, which `pathlib` would read as a directory of that name."""
+    return re.match(r"@?(gs|gcs|s3|az|abfss?|hf)://", path) is not None
+
+
+def local_path(path: str) -> None:
+    """Refuses a bucket."""
+    if is_bucket(path):
+        raise SettingsError(
+            f"must be on this machine, got {path!r}: checkpoint.directory and learner.compilation_cache may be in a "
+            "bucket"
+        )
+
+
+def bucket(path: str) -> None:
+    """Refuses what is not gs://BUCKET/PATH."""
+    if not re.fullmatch(r"gs://[\w.-]+(/[^/\s]+)+", path):
+        s3 = ": orbax writes arrays to no s3://" if path.startswith("s3://") else ""
+        raise SettingsError(f"must be gs://BUCKET/PATH, got {path!r}{s3}")
+
+
 def url(address: str) -> None:
     """Refuses what is not the http:// or https:// address of a server."""
     match = _URL.fullmatch(address)
@@ -57,6 +78,7 @@ def discovery_of(discover: str) -> tuple[str, str, int]:
         return "dns", dns[1], int(dns[2])
     kind, _, path = discover.partition(":")
     if kind == "file" and path:
+        local_path(path)
         return "file", path, 0
     raise SettingsError(f'must be "file:PATH" or "dns://name:port", got {discover!r}')
 

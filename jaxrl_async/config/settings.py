@@ -55,9 +55,9 @@ class Tokenizer:
         "read from tokenizer.path (`huggingface`).", choices=("char", "bpe", "huggingface"))
     alphabet: str = setting("", "Characters of a `char` tokenizer.")
     vocab_size: int = setting(0, "Vocabulary size of a `bpe` tokenizer.", at_least=0, unit="tokens")
-    path: str = setting("", "Directory or Hugging Face Hub id of a `huggingface` tokenizer.")
+    path: str = setting("", "Directory or Hugging Face Hub id of a `huggingface` tokenizer.", form=forms.local_path)
     chat_template: str = setting("", "Chat template of a `huggingface` tokenizer: a Jinja file, `none`, or empty for "
-        "that of its own files.", since="0.1.0")
+        "that of its own files.", since="0.1.0", form=forms.local_path)
     date: str = setting("", "Day that a chat template takes for today, `YYYY-MM-DD`; empty refuses a template that "
         "cannot do without, as prompts must not change overnight.", since="0.2.0")
     stop_tokens: tuple[str, ...] = setting((), "Tokens of a `huggingface` tokenizer that end a completion, beside "
@@ -76,14 +76,15 @@ class LoRA:
     targets: tuple[str, ...] = setting(LORA_TARGETS, "Layers that have an adapter, by PEFT's names.",
         choices=LORA_TARGETS, since="0.1.0")
     base_dtype: str = setting("float32", "Dtype of the frozen weights.", choices=DTYPES, since="0.1.0")
-    path: str = setting("", "Directory of adapters to start from, in PEFT's format; empty for new ones.", since="0.1.0")
+    path: str = setting("", "Directory of adapters to start from, in PEFT's format; empty for new ones.", since="0.1.0",
+        form=forms.local_path)
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
     """The policy."""
     path: str = setting("", "Checkpoint to start from, a Hugging Face directory or a Hub id `ORGANIZATION/NAME`, which "
-        "also sets the shape; empty for random weights.")
+        "also sets the shape; empty for random weights.", form=forms.local_path)
     family: str = setting("llama", "Architecture; `llama` covers Mistral, Qwen2 and Qwen3.", choices=FAMILIES,
         since="0.1.0")
     num_layers: int = setting(2, "Transformer layers.", at_least=1)
@@ -119,10 +120,13 @@ class Queue:
     """The trajectory queue between workers and learner."""
     address: str = setting("", "Address `host:port`; empty for a free loopback port.", form=forms.host_port)
     token_env: str = setting("", "Environment variable that holds the token of every call, or `@PATH` of its file; "
-        "empty for one that the run makes for itself, on loopback only (docs/pods.md#keys).")
-    tls_cert: str = setting("", "PEM file of the queue's certificate, set with queue.tls_key and queue.tls_ca.")
-    tls_key: str = setting("", "PEM file of the private key of queue.tls_cert, which the queue alone reads.")
-    tls_ca: str = setting("", "PEM file of the authorities whose certificates the other roles trust.")
+        "empty for one that the run makes for itself, on loopback only (docs/pods.md#keys).", form=forms.local_path)
+    tls_cert: str = setting("", "PEM file of the queue's certificate, set with queue.tls_key and queue.tls_ca.",
+        form=forms.local_path)
+    tls_key: str = setting("", "PEM file of the private key of queue.tls_cert, which the queue alone reads.",
+        form=forms.local_path)
+    tls_ca: str = setting("", "PEM file of the authorities whose certificates the other roles trust.",
+        form=forms.local_path)
     max_staleness: int = setting(2, "Maximum staleness η of a token that is trained; 0 in modes `sync` and `periodic`.",
         at_least=0, unit="steps")
     order: str = setting("prompt", "Order in which mode `async` trains groups: by prompt, so that a step waits for its "
@@ -156,7 +160,7 @@ class Journal:
         "with a checkpoint are deleted; 0 for no bound.", at_least=0, since="0.1.0")
     samples_per_step: int = setting(2, "Completions of each step that are kept as text, in samples.jsonl, TensorBoard "
         "and the report.", at_least=0, unit="completions", since="0.1.0", before=0)
-    path: str = setting("", "File of the journal; empty for WORKDIR/journal.sqlite.")
+    path: str = setting("", "File of the journal; empty for WORKDIR/journal.sqlite.", form=forms.local_path)
     mode: str = setting("wal", "Journal mode of SQLite; `delete` also suits network file systems.",
         choices=("wal", "delete"))
     synchronous: str = setting("normal", "Durability: the journal survives a killed process (`normal`), and a loss of "
@@ -175,12 +179,14 @@ class Server:
         "of server.addresses or all behind one router; empty for server.addresses.", form=forms.url, unique=True)
     speeds: tuple[float, ...] = setting((), "Relative speeds of server.addresses; empty for equal ones.", above=0)
     api_key_env: str = setting("", "Environment variable with the servers' API key, or `@PATH` of its file; empty for "
-        "none, or one that the run makes for embedded servers that it starts.")
+        "none, or one that the run makes for embedded servers that it starts.", form=forms.local_path)
     admin_api_key_env: str = setting("", "Environment variable that holds the API key of the servers' control routes, "
-        "or `@PATH` of its file; empty for no key.")
-    tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.")
-    tls_key: str = setting("", "PEM file of the private key of server.tls_cert.")
-    tls_ca: str = setting("", "PEM file of the authorities that clients of https:// trust; empty for the system's.")
+        "or `@PATH` of its file; empty for no key.", form=forms.local_path)
+    tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.",
+        form=forms.local_path)
+    tls_key: str = setting("", "PEM file of the private key of server.tls_cert.", form=forms.local_path)
+    tls_ca: str = setting("", "PEM file of the authorities that clients of https:// trust; empty for the system's.",
+        form=forms.local_path)
     command: str = setting("", "Command that starts one local server, with the placeholders {model_path}, {host}, "
         "{port}, {index} and {weights}; empty for the embedded server.", form=forms.command)
     num_local: int = setting(1, "Servers that the run starts, where it has neither server.addresses nor "
@@ -343,7 +349,8 @@ class Learner:
     deterministic: bool = setting(False, "Reproduce the same bits on GPUs, at a cost; CPUs and TPUs always do.")
     profile_steps: tuple[int, ...] = setting((), "First and last step of a profile, which jax.profiler writes to "
         "WORKDIR/profile; empty for none.", at_least=1, unit="step numbers", since="0.2.0")
-    compilation_cache: str = setting("", "Directory that keeps compiled programs between runs; empty for none.")
+    compilation_cache: str = setting("", "Directory, or `gs://BUCKET/PATH`, that keeps compiled programs between runs; "
+        "empty for none.")
 
     @property
     def num_updates(self) -> int:
@@ -393,6 +400,8 @@ class Checkpoint:
     """Checkpoints, and the end of a preempted run."""
     every_steps: int = setting(50, "Steps from one checkpoint to the next.", at_least=1)
     keep: int = setting(2, "Checkpoints kept besides checkpoint 0.", at_least=1, unit="checkpoints")
+    directory: str = setting("", "Bucket of the checkpoints, `gs://BUCKET/PATH` (the extra `gcs`), from which another "
+        "machine may resume the run; empty for WORKDIR/checkpoints.", form=forms.bucket, since="0.2.0")
     in_background: bool = setting(True, "Write while training goes on, with the state twice in memory; otherwise the "
         "learner waits for the disk.", since="0.1.0")
     grace_secs: float = setting(60.0, "Grace period from SIGTERM to the forced exit, for the step under way and a "

@@ -16,7 +16,7 @@ import json
 import logging
 import pathlib
 import re
-import shutil
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
@@ -34,6 +35,9 @@ from jaxrl_async.versions.layout import tensor_digest
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
 _NEVER_SECS = 10**8  # in Orbax, whose deadlines are of the wall clock, which may step
 DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallback put aside
+OWNER = (
+    "owner"  # in a bucket: the learner that began last there, whose run may be another machine's
+)
 
 log = logging.getLogger(__name__)
 Place = tuple[slice, ...]
@@ -84,13 +88,16 @@ class Checkpoints:
         """Opens or makes the directory.
 
         Args:
-          directory: `checkpoints/` of a workdir.
+          directory: `checkpoints/` of a workdir, or gs://BUCKET/PATH.
           keep: number of newest checkpoints to keep, besides checkpoint 0 and the best.
           best: the best step so far, or None; called at each save.
           remove_unfinished: remove what a process that was killed had written of a checkpoint; for the learner alone,
             while another process may read.
         """
-        self._directory = pathlib.Path(directory).absolute()
+        self._directory = epath.Path(directory)
+        self._in_bucket = "://" in str(directory)
+        if not self._in_bucket:
+            self._directory = self._directory.absolute()
         preservation = policies.AnyPreservationPolicy(
             [policies.LatestN(keep), policies.CustomSteps([0]), _Best(best)]
         )
@@ -106,10 +113,14 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECS),
             ),
         )
+        self._owner = ""
         if remove_unfinished and jax.process_index() == 0:
             # The manager would do it in a thread, which a process that ends soon interrupts with a traceback.
             for unfinished in ocp.path.step.all_temporary_paths(self._directory):
-                shutil.rmtree(unfinished.get())
+                unfinished.get().rmtree()
+            if self._in_bucket:
+                self._owner = secrets.token_hex(8)
+                (self._directory / OWNER).write_text(self._owner)
         self._writing: tuple[int, concurrent.futures.Future[Written]] | None = None
         self._failed = False
 
@@ -127,6 +138,11 @@ class Checkpoints:
           CheckpointError: the checkpoint before was not written, or this one cannot be; names the step.
         """
         self.written(wait=True)
+        if self._owner and (self._directory / OWNER).read_text() != self._owner:
+            self._failed = True
+            raise CheckpointError(
+                f"checkpoint {step} is not written: another learner has begun to write to {self._directory}"
+            )
         start = time.monotonic()
         told = {"step": step, "position": _json_digest(resume_point)}
         shards = shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.
@@ -318,11 +334,12 @@ class Checkpoints:
         return "no other checkpoint is intact: restore a copy, or start in another --workdir"
 
     def _put_aside(self, steps: list[int]) -> None:
-        """Moves checkpoints into directories of the workdir that nobody reads."""
+        """Moves checkpoints into directories of the workdir, or the bucket's directory, that nobody reads."""
         if jax.process_index() == 0:
             for step in steps:
-                aside = self._directory.parent / DAMAGED.format(step)
-                shutil.rmtree(aside, ignore_errors=True)
+                place = self._directory if self._in_bucket else self._directory.parent
+                aside = place / DAMAGED.format(step)
+                aside.rmtree(missing_ok=True)
                 (self._directory / str(step)).rename(aside)
         multihost_utils.sync_global_devices("damaged checkpoints are put aside")
         self._manager.reload()
@@ -424,7 +441,7 @@ def _first_words(error: Exception) -> str:
     return said + (f" Its tensor is {names[0]}" if names else "")
 
 
-def _read_tables(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
+def _read_tables(directory: epath.Path, step: int) -> list[dict[str, Any]]:
     """The tables of digests of all processes that wrote a checkpoint; [] where it has none.
 
     Raises:
@@ -436,7 +453,7 @@ def _read_tables(directory: pathlib.Path, step: int) -> list[dict[str, Any]]:
     return [first, *(_read_table(directory, p, step) for p in range(1, first["num_processes"]))]
 
 
-def _read_table(directory: pathlib.Path, process: int, step: int) -> dict[str, Any]:
+def _read_table(directory: epath.Path, process: int, step: int) -> dict[str, Any]:
     path = directory / f"process_{process}.json"
     table = _read_json(path)
     if (found := (table.get("step"), table.get("process"))) != (step, process):
@@ -444,7 +461,7 @@ def _read_table(directory: pathlib.Path, process: int, step: int) -> dict[str, A
     return table
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: epath.Path) -> dict[str, Any]:
     """Raises ValueError, with the file's name, where it is no JSON object or has the seal of another one."""
     try:
         return sealed.unsealed(json.loads(path.read_text("utf-8")))
@@ -452,7 +469,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _difference(directory: pathlib.Path, state: Any, tables: list[dict[str, Any]]) -> str:
+def _difference(directory: epath.Path, state: Any, tables: list[dict[str, Any]]) -> str:
     """A sentence, with the names of directory and tensor, where a shard here differs from its digest, else ""."""
     leaves = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
 

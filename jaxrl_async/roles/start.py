@@ -34,7 +34,7 @@ def check_workdir(
     Raises:
       StartError: the workdir holds a run; with resume, it holds none, or the run cannot take a change.
     """
-    workdirs.check(workdir, resume=resume)
+    workdirs.check(workdir, resume=resume, directory=config.checkpoint.directory)
     return workdirs.changes(workdir, config) if resume else []
 
 
@@ -70,7 +70,8 @@ def begin(
         check_new(settings)
         with machine.errors_of("model.path: "):
             parts.check_context(settings)
-    reason = workdirs.nothing_to_do(workdir, settings.learner.num_steps) if resume else ""
+    last, directory = settings.learner.num_steps, settings.checkpoint.directory
+    reason = workdirs.nothing_to_do(workdir, last, directory) if resume else ""
     if reason and not fallback:
         print(reason)
         return False

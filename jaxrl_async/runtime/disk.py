@@ -34,7 +34,7 @@ class Room:
 
     settings: Settings
     workdir: pathlib.Path
-    checkpoint_bytes: int  # of one
+    checkpoint_bytes: int  # of one; 0 where they are in a bucket
     version_bytes: int  # of one; 0 where versions are not written
     free: Callable[[pathlib.Path], int] = lambda path: shutil.disk_usage(path).free
 
@@ -44,7 +44,7 @@ class Room:
         left = last - step
         saves = math.ceil(left / checkpoint.every_steps)
         # Beside the newest ones: that of step 0, the best, and the one that is being written.
-        most = checkpoint.keep + 3 - len(checkpoint_steps(self.workdir))
+        most = checkpoint.keep + 3 - self._num_checkpoints()
         fixed = max(0, min(saves, most)) * self.checkpoint_bytes
         fixed += (self.settings.weights.keep + 1) * self.version_bytes
         each, bound, free = self._journal_step(), self._journal_bound(), self.free(self.workdir)
@@ -66,12 +66,15 @@ class Room:
 
     def _needed(self) -> int:
         # A checkpoint takes the room of the one that is removed after it, once there are enough.
-        grows = len(checkpoint_steps(self.workdir)) <= self.settings.checkpoint.keep
+        grows = self._num_checkpoints() <= self.settings.checkpoint.keep
         return (
             (2 if grows else 1) * self.checkpoint_bytes
             + 2 * (self.version_bytes + self._journal_step())
             + RESERVE_BYTES
         )
+
+    def _num_checkpoints(self) -> int:
+        return len(checkpoint_steps(self.workdir)) if self.checkpoint_bytes else 0
 
     def _journal_step(self) -> int:
         journal = self.settings.journal

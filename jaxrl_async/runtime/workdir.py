@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
+from etils import epath
 
 from jaxrl_async import sealed
 from jaxrl_async.config.build import complete, from_json
@@ -49,6 +50,7 @@ SHAPE = tuple(
 # Keys within FIXED that a resumed run may change all the same.
 FREE = ("model.remat", "task.changed")
 BEFORE = ".config.before.json"  # of a resumed run, while a start with another config may be refused
+COMMITTED = "commit_success.txt"  # which orbax writes last into a checkpoint in a bucket
 MISSING = object()  # the value of a key that a config does not have
 
 
@@ -56,25 +58,64 @@ class GoneError(RuntimeError):
     """The directory of a run that goes on was deleted, renamed or replaced; the message names it."""
 
 
-def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps with a complete checkpoint, ascending; an incomplete one has a name that is no number."""
-    return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
+def checkpoint_steps(workdir: pathlib.Path, directory: str | None = None) -> list[int]:
+    """The steps with a complete checkpoint, ascending.
 
-
-def check(workdir: pathlib.Path, *, resume: bool) -> None:
-    """Refuses a directory in which a run cannot start or, with resume, cannot continue.
+    Args:
+      workdir: of the run. An incomplete checkpoint in it has a name that is no number.
+      directory: checkpoint.directory, where an incomplete one has no COMMITTED; None for that of config.json.
 
     Raises:
-      StartError: it holds a run already; or, with resume, no checkpoint.
+      StartError: the bucket cannot be read.
     """
-    started = bool(checkpoint_steps(workdir))
+    directory = _bucket_of(workdir) if directory is None else directory
+    if not directory:
+        names = workdir.glob("checkpoints/*")
+        return sorted(int(path.name) for path in names if path.name.isdigit())
+    with _reached(directory):
+        if not (bucket := epath.Path(directory)).exists():
+            return []
+        found = [path for path in bucket.iterdir() if path.name.isdigit()]
+        return sorted(int(path.name) for path in found if (path / COMMITTED).exists())
+
+
+def _bucket_of(workdir: pathlib.Path) -> str:
+    """checkpoint.directory of the config.json; "" where it is missing, of an earlier version or damaged."""
+    try:
+        return json.loads((workdir / "config.json").read_text("utf-8"))["checkpoint"]["directory"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+@contextlib.contextmanager
+def _reached(directory: str) -> Iterator[None]:
+    """Raises StartError where a bucket cannot be read or written: the libraries of stores have errors of their own."""
+    try:
+        yield
+    except ImportError as error:
+        raise StartError(
+            f"checkpoint.directory needs `pip install jaxrl_async[gcs]`: {error}"
+        ) from None
+    except Exception as error:
+        raise StartError(f"checkpoint.directory = {directory} is not reached: {error}") from error
+
+
+def check(workdir: pathlib.Path, *, resume: bool, directory: str | None = None) -> None:
+    """Refuses a directory in which a run cannot start or, with resume, cannot continue.
+
+    Args:
+      directory: as of `checkpoint_steps`.
+
+    Raises:
+      StartError: it holds a run already; or, with resume, no checkpoint; or the bucket cannot be read.
+    """
+    started, place = bool(checkpoint_steps(workdir, directory)), directory or workdir
     if started and not resume:
         _refuse_if_held(workdir)
-        raise StartError(
-            f"{workdir} holds a run: continue it with --resume, or name another --workdir"
-        )
+        key = "checkpoint.directory" if directory else "--workdir"
+        raise StartError(f"{place} holds a run: continue it with --resume, or name another {key}")
     if resume and not started:
-        raise StartError(f"{workdir} has no checkpoint to resume from")
+        raise StartError(f"{place} has no checkpoint to resume from")
 
 
 @contextlib.contextmanager
@@ -159,9 +200,9 @@ def _flock(workdir: pathlib.Path, descriptor: int, how: int) -> None:
         ) from None
 
 
-def nothing_to_do(workdir: pathlib.Path, num_steps: int) -> str:
-    """A sentence if a resumed run has reached its last step already, else ""."""
-    last = max(checkpoint_steps(workdir), default=-1)
+def nothing_to_do(workdir: pathlib.Path, num_steps: int, directory: str | None = None) -> str:
+    """A sentence if a resumed run has reached its last step already, else ""; `directory` as of `checkpoint_steps`."""
+    last = max(checkpoint_steps(workdir, directory), default=-1)
     if last < num_steps:
         return ""
     return f"nothing to do: the last checkpoint is of step {last} (learner.num_steps = {num_steps})"
@@ -172,17 +213,23 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Key → (value in the workdir's config.json, value in a config) where they differ, by key; {} without config.json.
 
+    A workdir without one has that in checkpoint.directory, of a run on another machine.
     Old workdirs are read as `config.build.from_json` reads them; MISSING stands for a key that one of them lacks.
 
     Raises:
       StartError: the workdir's config.json cannot be read.
     """
-    path = workdir / "config.json"
+    path = _config_of(workdir, config)
     if not path.is_file():
         return {}
     old, new = dict(_flat(_read(path))), dict(_flat(json.loads(_text(config))))
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old.keys() | new.keys()}
     return {key: pairs[key] for key in sorted(pairs) if pairs[key][0] != pairs[key][1]}
+
+
+def _config_of(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> pathlib.Path:
+    path, directory = workdir / "config.json", config.checkpoint.get("directory", "")
+    return path if path.is_file() or not directory else epath.Path(directory) / "config.json"
 
 
 def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[str]:
@@ -191,14 +238,14 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
     Raises:
       StartError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
-    said = []
+    said, path = [], _config_of(workdir, config)
     shape = {f"model.{name}" for name in SHAPE} if config.model.path else ()
     free = (*FREE, "learner.num_minibatches") if config.learner.get("blocks", 1) == 1 else FREE
     for key, values in differences(workdir, config).items():
         if key in shape:  # Nobody reads it.
             continue
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
-        said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
+        said.append(f"config differs from {path}: {key} {words}")
         if key not in free and (reason := _reason(key)) and not _splits_alike(key, *values):
             raise StartError(
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
@@ -217,7 +264,12 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
       StartError: the directory cannot be written, or the config.json that is there cannot be read.
     """
     path, text = workdir / "config.json", _text(config)
-    steps = checkpoint_steps(workdir)
+    directory = config.checkpoint.get("directory", "")
+    steps = checkpoint_steps(workdir, directory) if path.exists() else []
+    content = json.dumps(sealed.sealed(json.loads(text)), indent=2)
+    if directory:
+        with _reached(directory):
+            (epath.Path(directory) / "config.json").write_text(content)
     with written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / BEFORE).unlink(missing_ok=True)
@@ -227,9 +279,7 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
             if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
                 shutil.copy(path, kept)
         temporary = workdir / ".config.json"  # Other roles may be reading the present one.
-        temporary.write_text(
-            json.dumps(sealed.sealed(json.loads(text)), indent=2), encoding="utf-8"
-        )
+        temporary.write_text(content, encoding="utf-8")
         temporary.rename(path)
 
 

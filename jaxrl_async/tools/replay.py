@@ -107,7 +107,9 @@ def replay(
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         keep, closing = settings.checkpoint.keep, contextlib.closing
-        theirs = stack.enter_context(closing(Checkpoints(workdir / "checkpoints", keep=keep)))
+        theirs = stack.enter_context(
+            closing(Checkpoints(parts.checkpoint_directory(settings, workdir), keep=keep))
+        )
         ours = stack.enter_context(closing(Checkpoints(out / "checkpoints", keep=keep)))
         train_step.freeze(parts.base_params(settings, workdir, config, mesh))
         abstract = train_step.abstract_state()

@@ -6,6 +6,7 @@ Verbs run in this process, and a run that would have started its roles counts as
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -346,3 +347,67 @@ def test_in_a_shell_too_a_mistake_is_a_line_and_exit_code_2(words, named, tmp_pa
     line, *more = done.stderr.splitlines()
     assert done.returncode == 2 and (not more or words == ["trian"])
     assert all(piece in line for piece in named), line
+
+
+PATHS = [
+    *("model.path", "model.lora.path", "tokenizer.path", "tokenizer.chat_template", "journal.path"),
+    *("queue.token_env", "queue.tls_cert", "queue.tls_key", "queue.tls_ca", "server.api_key_env"),
+    *(
+        "server.admin_api_key_env",
+        "server.tls_cert",
+        "server.tls_key",
+        "server.tls_ca",
+        "server.discover",
+    ),
+]
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_bucket_in_the_place_of_a_path_is_refused_by_name(scheme, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    marks = {"server.discover": "file:"} | {key: "@" for key in PATHS if key.endswith("_env")}
+    flags = [f"--config.{key}={marks.get(key, '')}{scheme}://bucket/x" for key in PATHS]
+    assert main.main(["train", f"--config={QUICKSTART}", *flags]) == 2
+    said = capsys.readouterr().err
+    for key in PATHS:
+        assert re.search(
+            rf"^ *{key} must be on this machine, got '.*{scheme}://bucket/x'", said, re.M
+        ), key
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (
+            "s3://bucket/x",
+            "must be gs://BUCKET/PATH, got 's3://bucket/x': orbax writes arrays to no s3://",
+        ),
+        ("/disk/x", "must be gs://BUCKET/PATH, got '/disk/x'"),
+        ("gs://bucket", "must be gs://BUCKET/PATH, got 'gs://bucket'"),
+        ("gs://bucket/x/", "must be gs://BUCKET/PATH"),
+    ],
+)
+def test_checkpoints_are_kept_in_a_bucket_that_orbax_writes_to(value, said, tmp_path, capsys):
+    words = [f"--config={QUICKSTART}", f"--config.checkpoint.directory={value}"]
+    assert main.main(["train", f"--workdir={tmp_path}/a", *words]) == 2
+    assert f"checkpoint.directory {said}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_workdir_in_a_bucket_is_refused_by_every_verb(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words in (["train", "--config=quickstart"], ["report"], ["status"], ["evaluate"]):
+        assert main.main([*words, "--workdir=gs://bucket/run"]) == 2
+        assert "--workdir must be on this machine, got gs://bucket/run" in capsys.readouterr().err
+    assert main.main(["train", "--config=gs://bucket/config.json"]) == 2
+    assert "--config must be on this machine" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_bucket_without_its_client_names_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    words = [f"--config={QUICKSTART}", "--config.checkpoint.directory=gs://bucket/x"]
+    assert main.main(["train", f"--workdir={tmp_path}/a", *words]) == 2
+    assert "checkpoint.directory needs `pip install jaxrl_async[gcs]`" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
