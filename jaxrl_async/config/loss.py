@@ -15,8 +15,18 @@ from jaxrl_async.config.fields import refusal, setting
 ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
 RATIOS = ("token", "sequence")
-SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg")
-WEIGHTS = ("none", "uncapped", "mask", "clamp", "tis", "icepop", "dppo_mask")
+SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg", "sapo", "topr")
+WEIGHTS = (
+    "none",
+    "uncapped",
+    "mask",
+    "clamp",
+    "tis",
+    "icepop",
+    "dppo_mask",
+    "sequence_tis",
+    "sequence_mis",
+)
 KLS = ("none", "k1", "k2", "k3")
 REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
 
@@ -46,8 +56,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dg": _ON_BEHAVIOR | {"surrogate": "dg", "advantage": "dr_grpo"},
 }
 
-WITHOUT_RATIO = ("reinforce", "dg")  # surrogates of log π_θ itself
-_CAPPED = ("mask", "clamp", "tis", "icepop")  # weights that take behavior_cap
+WITHOUT_RATIO = ("reinforce", "dg", "topr")  # surrogates of log π_θ itself
+_OF_TRAINER = ("tis", "sequence_tis", "sequence_mis")  # weights of the trainer's own log-probs
+_CAPPED = (
+    "mask",
+    "clamp",
+    "tis",
+    "icepop",
+    "sequence_tis",
+    "sequence_mis",
+)  # weights that take behavior_cap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +95,8 @@ class LossConfig:
     dg_threshold: float = setting(0.0, "Threshold λ of the gate of surrogate `dg`.", unit="nats")
     behavior_weight: str = setting("mask", "Weight π_p/π_b of each token, for the policy that sampled it.",
         choices=WEIGHTS, was="loss.behavior_cap_mode")
-    behavior_cap: float | None = setting(5.0, "Cap C of behavior_weight `mask`, `clamp`, `tis` and `icepop`; None for "
-        "the others.", above=0)
+    behavior_cap: float | None = setting(5.0, "Cap C of behavior_weight `mask`, `clamp`, `icepop`, `tis`, "
+        "`sequence_tis` and `sequence_mis`; None for the others.", above=0)
     behavior_floor: float | None = setting(None, "Lower end of the band of behavior_weight `icepop`, which ends at "
         "loss.behavior_cap; None for the others.", at_least=0)
     dppo_delta: float | None = setting(None, "Bound δ of behavior_weight `dppo_mask` on the difference of "
@@ -197,10 +215,15 @@ class LossConfig:
                 f"surrogate {surrogate!r} without a weight uses no anchor, so {anchor!r} would do nothing: "
                 "use 'behavior'"
             )
-        if weight == "tis" and anchor not in ("recompute", "current"):
+        if surrogate == "topr" and weight != "none":
             yield (
-                "weight 'tis' compares the trainer's own log-probs with the engine's: anchor must be 'recompute' or "
-                f"'current', got {anchor!r}"
+                "surrogate 'topr' has its own correction for the policy that sampled: behavior_weight must be 'none', "
+                f"got {weight!r}"
+            )
+        if weight in _OF_TRAINER and anchor not in ("recompute", "current"):
+            yield (
+                f"weight {weight!r} compares the trainer's own log-probs with the engine's: anchor must be "
+                f"'recompute' or 'current', got {anchor!r}"
             )
         if weight == "dppo_mask" and surrogate == "clipped":
             yield "weight 'dppo_mask' replaces the clip: surrogate must not be 'clipped'"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.objectives import masked
 from jaxrl_async.objectives.tokens import Tokens
 
 
@@ -130,6 +131,44 @@ def dg(
     return jax.nn.sigmoid((delight - threshold) / temperature) * reinforce(logprobs, advantages)
 
 
+def sapo(
+    ratio: jax.Array, advantages: jax.Array, *, positive: float = 1.0, negative: float = 1.05
+) -> jax.Array:
+    """A soft gate in the place of the clip; at r = 1 the slope is that of −r·A.
+
+        loss = −(4/τ)·σ(τ·(r − 1))·A,    τ = 1.0 where A > 0, else 1.05
+
+    "Soft Adaptive Policy Optimization", arXiv 2511.20347. Arguments and result as of `clipped`, and the temperatures,
+    > 0, of positive and of negative advantages.
+    """
+    advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
+    temperature = jnp.where(advantages > 0, positive, negative)
+    return -4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1.0)) * advantages
+
+
+def topr(
+    logprobs: jax.Array, behavior_logprobs: jax.Array, advantages: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """The policy gradient, tapered where the advantage is negative by the trajectory's truncated importance ratio.
+
+        loss = −sg(w)·A·log π_θ,    w = 1 where A ≥ 0, else min(Π_t π_θ(t)/π_b(t), 1) over t's trajectory
+
+    "Tapered Off-Policy REINFORCE", Le Roux, Bellemare et al., arXiv 2503.14286. The baseline decides what is negative.
+
+    Args:
+      logprobs: float [B, T], nats, 0 where masked; carries the gradient.
+      behavior_logprobs: float [B, T], nats, 0 where masked.
+      advantages: float [B, T]; detached here.
+      segment_ids: int [B, T], one per trajectory.
+
+    Returns:
+      float32 [B, T].
+    """
+    log_ratio = masked.segment_sum(jax.lax.stop_gradient(logprobs) - behavior_logprobs, segment_ids)
+    weight = jnp.where(advantages < 0, jnp.exp(jnp.minimum(log_ratio, 0.0)), 1.0)
+    return weight * reinforce(logprobs, advantages)
+
+
 # Name → loss of each token, from (tokens, ratio, config).
 SURROGATES: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "clipped": lambda t, ratio, c: clipped(
@@ -141,6 +180,8 @@ SURROGATES: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "dg": lambda t, ratio, c: dg(
         t.logprobs, t.advantages, temperature=c.dg_temperature, threshold=c.dg_threshold
     ),
+    "sapo": lambda t, ratio, c: sapo(ratio, t.advantages),
+    "topr": lambda t, ratio, c: topr(t.logprobs, t.behavior_logprobs, t.advantages, t.segment_ids),
 }
 
 # Name → where its clip acts, from (tokens, ratio, config). Surrogates without a clip are absent.

@@ -102,4 +102,12 @@ WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "dppo_mask": lambda t, log_u, c: dppo_mask(
         t.logprobs, t.behavior_logprobs, t.advantages, delta=given(c.dppo_delta)
     ),
+    # Truncated and masked importance sampling by the product over the trajectory: "When Speed Kills Stability", Liu et
+    # al. 2025; TRL's `sequence_truncate` and `sequence_mask`.
+    "sequence_tis": lambda t, log_u, c: capped(
+        masked.segment_sum(log_u, t.segment_ids), cap=c.behavior_cap, mode="clamp"
+    ),
+    "sequence_mis": lambda t, log_u, c: capped(
+        masked.segment_sum(log_u, t.segment_ids), cap=c.behavior_cap, mode="mask"
+    ),
 }

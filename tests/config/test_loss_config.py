@@ -122,8 +122,11 @@ def test_parts_that_go_together_are_taken(settings):
         ("anchor", "recompute, current, a3po, linear, behavior"),
         ("a3po_fresh", "behavior, current"),
         ("ratio", "token, sequence"),
-        ("surrogate", "clipped, unclipped, cispo, reinforce, dg"),
-        ("behavior_weight", "none, uncapped, mask, clamp, tis, icepop, dppo_mask"),
+        ("surrogate", "clipped, unclipped, cispo, reinforce, dg, sapo, topr"),
+        (
+            "behavior_weight",
+            "none, uncapped, mask, clamp, tis, icepop, dppo_mask, sequence_tis, sequence_mis",
+        ),
         ("kl", "none, k1, k2, k3"),
         ("kl_to", "reference, behavior"),
         ("reduction", "token_mean, sequence_mean, fixed_length"),

@@ -77,6 +77,8 @@ NUMBERS = {  # by weight, then by the other parts with a number
         {"behavior_cap": 5.0, "behavior_floor": 0.5},
     ),
     "dppo_mask": ({"dppo_delta": 0.2}, {"dppo_delta": 0.05}),
+    "sequence_tis": ({"behavior_cap": 1.5}, {"behavior_cap": 0.3}),
+    "sequence_mis": ({"behavior_cap": 3.0}, {"behavior_cap": 0.9}),
     "clipped": ({}, {"clip_low": 0.1, "clip_high": 0.5}),
     "dual_clip": (
         {"surrogate": "clipped", "dual_clip": 1.5},
@@ -132,7 +134,9 @@ def drawn(per_pair=8, seed=7):
     rng, found = np.random.default_rng(seed), {}
     for pair, settings in combinations().items():
         configs = taken(settings[i] for i in rng.permutation(len(settings)))
-        if few := list(itertools.islice(configs, per_pair)):
+        # They differ from their neighbours in one factor.
+        num = 2 if {"sapo", "sequence_tis", "sequence_mis"} & {*pair} else per_pair
+        if few := list(itertools.islice(configs, num)):
             found[pair] = few
     return found
 

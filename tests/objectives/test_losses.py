@@ -76,6 +76,85 @@ def test_delight_does_not_look_at_behavior(anchor, change):
     assert np.any(gradient(tokens, config))
 
 
+@pytest.mark.parametrize(
+    ("advantage", "loss", "slope"),
+    [
+        # r = e^.3, τ(r − 1) = .349859 and .367352: σ = .586583 and .590819.
+        (1.0, -2.346333, -1.309381),  # −4σ, −4σ(1 − σ)r
+        (-1.0, 2.250739, 1.305324),  # (4/1.05)σ
+    ],
+)
+def test_sapo_by_hand(advantage, loss, slope):
+    sapo = dataclasses.replace(REINFORCE, surrogate="sapo")
+    tokens = row(-1.0, behavior_logprobs=-1.3, advantages=advantage)
+    np.testing.assert_allclose(reduced(tokens, sapo), loss, rtol=1e-5)
+    np.testing.assert_allclose(gradient(tokens, sapo), [[slope]], rtol=1e-5)
+
+
+def test_sapo_and_topr_on_policy_have_the_gradient_of_reinforce():
+    x = random_tokens(5)
+    tokens = tokens_of(x | {"behavior_logprobs": x["logprobs"]})
+    for surrogate in ("sapo", "topr"):
+        found = gradient(tokens, dataclasses.replace(REINFORCE, surrogate=surrogate))
+        np.testing.assert_allclose(found, gradient(tokens, REINFORCE), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "moved", "weight"),
+    [
+        (-1.0, (-0.5, 0.2), 0.740818),  # e^(−.3), on both tokens
+        (-1.0, (0.5, 0.2), 1.0),
+        (1.0, (-0.5, 0.2), 1.0),
+        (1.0, (0.5, 0.2), 1.0),
+    ],
+)
+def test_topr_tapers_whole_answers_that_are_worse_than_the_baseline(advantage, moved, weight):
+    topr = dataclasses.replace(REINFORCE, surrogate="topr", advantage="dr_grpo")
+    tokens = row(
+        [[-1.0, -2.0]], behavior_logprobs=[np.subtract([-1, -2], moved)], advantages=advantage
+    )
+    expected = -weight * advantage * np.array([[-1.0, -2.0]])
+    np.testing.assert_allclose(objective(tokens, topr).loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(tokens, topr) * 2, [[-weight * advantage] * 2], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weight", "cap", "expected"),
+    [
+        # Two answers, Σ log u = .5 + .3 and −.4: u = 2.225541 and .670320.
+        ("sequence_tis", 3.0, (2.225541, 2.225541, 0.670320)),
+        ("sequence_tis", 2.0, (2.0, 2.0, 0.670320)),
+        ("sequence_mis", 3.0, (2.225541, 2.225541, 0.670320)),
+        ("sequence_mis", 2.0, (0.0, 0.0, 0.670320)),
+    ],
+)
+def test_a_sequences_weight_is_of_the_product_of_its_ratios(weight, cap, expected):
+    config = dataclasses.replace(RECOMPUTE, behavior_weight=weight, behavior_cap=cap)
+    tokens = row(
+        [[-1.0, -1.0, -1.0]],
+        behavior_logprobs=[[-1.5, -1.3, -0.6]],
+        proximal_logprobs=[[-1.0, -1.0, -1.0]],
+        segment_ids=[[1, 1, 2]],
+    )
+    found = objective(tokens, config)
+    np.testing.assert_allclose(found.weight, [expected], rtol=1e-5)
+    np.testing.assert_allclose(found.share.sum(), 3)  # What is dropped stays in the denominator.
+
+
+def test_a_sequences_weight_of_answers_of_one_token_is_the_tokens():
+    x = random_tokens(6)
+    ones = np.broadcast_to(np.arange(1, 21), x["mask"].shape).astype(np.int32)
+    tokens = tokens_of(x | {"segment_ids": ones})
+    for sequence, token in (("sequence_tis", "tis"), ("sequence_mis", "mask")):
+        of = [
+            objective(
+                tokens, dataclasses.replace(RECOMPUTE, behavior_weight=name, behavior_cap=1.4)
+            )
+            for name in (sequence, token)
+        ]
+        np.testing.assert_allclose(of[0].loss, of[1].loss, rtol=1e-6)
+
+
 def test_gspo_is_its_papers_objective():
     # J = 1/G Σ_i min(s_i·A_i, clip(s_i)·A_i), s_i = (π_θ(y_i)/π_b(y_i))^(1/|y_i|), and inside the clip
     # dJ/dlog π_t = 1/G·s_i·A_i/|y_i|.
