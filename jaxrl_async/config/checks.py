@@ -428,8 +428,9 @@ def _of_shapes(s: Settings) -> Iterator[str]:
     if exceeded := [_is(s, key) for key in keys if longest > _value(s, key)]:
         longest = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
         yield f"{longest} exceeds {' and '.join(exceeded)}"
-    row_shards = learner.data * learner.fsdp
-    shards = f"learner.data · learner.fsdp = {row_shards}"
+    row_shards = learner.row_shards
+    expert = " · learner.expert" if learner.expert > 1 else ""
+    shards = f"learner.data · learner.fsdp{expert} = {row_shards}"
     if learner.microbatch_rows % row_shards:
         yield f"{_is(s, 'learner.microbatch_rows')} must be a multiple of {shards}"
     if row_shards % learner.num_processes:  # Each has rows of its own.
@@ -448,6 +449,7 @@ def _of_model(s: Settings) -> Iterator[str]:
         yield f"{_is(s, 'model.num_kv_heads')} does not divide {_is(s, 'model.num_heads')}"
     if s.learner.blocks > model.num_layers:
         yield f"learner.blocks must be in [1, {layers}], got {s.learner.blocks}"
+    yield from _of_experts(s)
     if model.family != "gemma3":
         if windows:
             yield f"{_is(s, 'model.windows')} needs model.family = 'gemma3', got {model.family!r}"
@@ -460,6 +462,34 @@ def _of_model(s: Settings) -> Iterator[str]:
             f"model.windows must be () or have 0 or one number of tokens ≥ 1 for each of {layers} layers, not 0 for "
             f"all, got {windows}"
         )
+
+
+def _of_experts(s: Settings) -> Iterator[str]:
+    model, num = s.model, s.model.num_experts
+    if (model.family in ("qwen3_moe", "mixtral")) != (num > 0):
+        yield (
+            "model.num_experts must be ≥ 1 with model.family 'qwen3_moe' and 'mixtral' and 0 with others, got "
+            f"{num} with {model.family!r}"
+        )
+    if not num:
+        if s.learner.expert > 1:
+            yield f"{_is(s, 'learner.expert')} needs a model with experts"
+        return
+    if not 1 <= model.experts_per_token <= num:
+        yield f"model.experts_per_token must be in [1, {num}], the experts of a layer, got {model.experts_per_token}"
+    if model.expert_mlp_dim < 1:
+        yield f"model.expert_mlp_dim must be ≥ 1 with experts, got {model.expert_mlp_dim}"
+    if num % s.learner.expert:
+        yield f"{_is(s, 'learner.expert')} does not divide {_is(s, 'model.num_experts')}"
+    needed = {"qk_norm": False, "norm_topk": True, "expert_mlp_dim": model.mlp_dim}
+    needed = needed if model.family == "mixtral" else {"qk_norm": True, "attention_bias": False}
+    for name, value in needed.items():
+        if getattr(model, name) != value:
+            yield f"model.family {model.family!r} needs model.{name} = {value}, got {getattr(model, name)}"
+    if s.model.lora.rank and (
+        odd := {"gate_proj", "up_proj", "down_proj"} & {*s.model.lora.targets}
+    ):
+        yield f"model.lora.targets has {sorted(odd)}: adapters of experts are unsupported"
 
 
 def _of_lora(s: Settings) -> Iterator[str]:

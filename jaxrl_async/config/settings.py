@@ -25,7 +25,7 @@ SCHEDULES = ("constant", "linear", "cosine")  # learner.optimizer.learning_rate
 OPTIMIZERS = ("adamw", "muon", "adafactor", "sgd")  # learner.optimizer.make_optimizer
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
 ATTENTION_KERNELS = ("auto", "xla", "cudnn", "splash", "mosaic_gpu", "triton")  # models.attention.of_rows
-FAMILIES = ("llama", "gemma3")  # models.families
+FAMILIES = ("llama", "gemma3", "qwen3_moe", "mixtral")  # models.families
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # models.lora.LAYERS
 TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # publishing.transports
 VERIFY = ("all", "rotating")
@@ -93,6 +93,14 @@ class Model:
     num_kv_heads: int = setting(2, "Key and value heads of each layer, a divisor of model.num_heads.", at_least=1)
     head_dim: int = setting(128, "Dimension of an attention head.", at_least=1)
     mlp_dim: int = setting(192, "Hidden dimension of the MLP.", at_least=1)
+    num_experts: int = setting(0, "Experts of each layer, in the place of its MLP: of families `qwen3_moe` and "
+        "`mixtral`; 0 for none.", at_least=0, since="0.2.0")
+    experts_per_token: int = setting(0, "Experts that compute a token, at most model.num_experts.", at_least=0,
+        since="0.2.0")
+    expert_mlp_dim: int = setting(0, "Hidden dimension of an expert; of `mixtral` model.mlp_dim.", at_least=0,
+        since="0.2.0")
+    norm_topk: bool = setting(True, "Divide the weights of a token's experts by their sum; `mixtral` always does.",
+        since="0.2.0")
     rope_theta: float = setting(10_000.0, "Base of the frequencies of the rotary position embedding.", above=0)
     norm_eps: float = setting(1e-6, "Epsilon of RMSNorm.", above=0)
     qk_norm: bool = setting(True, "Normalize queries and keys, as Qwen3 and Gemma 3 do.")
@@ -315,6 +323,8 @@ class Learner:
         "minibatch.", at_least=1)
     data: int = setting(1, "Size of the mesh axis that divides rows alone.", at_least=1, unit="devices")
     fsdp: int = setting(1, "Size of the mesh axis that divides rows and parameters.", at_least=1, unit="devices")
+    expert: int = setting(1, "Size of the mesh axis that divides rows and experts, a divisor of their number; the "
+        "other parameters are divided as by learner.fsdp.", at_least=1, unit="devices", since="0.2.0")
     context: int = setting(1, "Size of the mesh axis that divides tokens of a row.", at_least=1, unit="devices",
         since="0.1.0")
     tensor: int = setting(1, "Size of the mesh axis that divides heads, MLPs and vocabulary.", at_least=1,
@@ -360,7 +370,12 @@ class Learner:
     @property
     def num_devices(self) -> int:
         """Of all its processes."""
-        return self.data * self.fsdp * self.context * self.tensor
+        return self.row_shards * self.context * self.tensor
+
+    @property
+    def row_shards(self) -> int:
+        """The devices that divide the rows of a microbatch: data · fsdp · expert."""
+        return self.data * self.fsdp * self.expert
 
 
 @dataclasses.dataclass(frozen=True)

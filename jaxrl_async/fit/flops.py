@@ -25,6 +25,11 @@ def of_jaxpr(jaxpr, *, kernels_alone: bool = False) -> float:
 
 def _of_equation(equation, kernels_alone) -> float:
     name, params = equation.primitive.name, equation.params
+    if (
+        name == "ragged_dot_general"
+    ):  # Each row has one kernel, or each number of a gradient sums over all rows.
+        left, right = (variable.aval.shape for variable in equation.invars[:2])
+        return 0.0 if kernels_alone else 2.0 * math.prod(left) * right[-1]
     if name == "dot_general":
         if kernels_alone:
             return 0.0
@@ -105,8 +110,7 @@ def of_model(
     arXiv 2204.02311), appendix B, with the causal half. The projection onto the vocabulary counts with `logits`.
     """
     c = config
-    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim
-    matrices = c.num_layers * c.model_dim * (heads + 3 * c.mlp_dim)
+    matrices = c.num_layers * used_by_a_token(c)
     matrices += logits * c.model_dim * c.vocab_size
     windows = c.windows or (0,) * c.num_layers
     # Twice the keys of a token: all before it, T / 2, or w of them once there are as many.
@@ -117,6 +121,15 @@ def of_model(
     if backward:
         products += (1 if c.lora else 2) * matrices + 2 * (adapters + attention)
     return num_rows * row_tokens * 2.0 * products
+
+
+def used_by_a_token(config: ModelConfig) -> int:
+    """How many numbers the matrices of one layer have that compute a token: of experts the router's, and K experts'."""
+    c = config
+    mlp = 3 * c.mlp_dim
+    if c.num_experts:
+        mlp = c.num_experts + 3 * c.experts_per_token * c.expert_mlp_dim
+    return c.model_dim * (2 * c.head_dim * (c.num_heads + c.num_kv_heads) + mlp)
 
 
 def size(params) -> int:

@@ -46,7 +46,7 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
         settings = _with(settings, "learner", data=1, fsdp=fsdp)
         flags.append(f"--config.learner.data=1 --config.learner.fsdp={fsdp}")
         yield [*flags], settings
-    rows, shards = learner.microbatch_rows, learner.data * learner.fsdp
+    rows, shards = learner.microbatch_rows, learner.row_shards
     halved = []
     while rows // 2 >= shards and rows // 2 % shards == 0:
         rows //= 2
@@ -61,16 +61,17 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
 def search(
     settings: Settings, config: ModelConfig, target: Target
 ) -> Iterator[tuple[str, Settings]]:
-    """Meshes, rows and remat that the target and the settings allow, with the flags that make them. Context stays."""
+    """Meshes, rows and remat that target and settings allow, with the flags that make them. Expert and context stay."""
     rows, context = settings.learner.microbatch_rows, settings.learner.context
+    expert = settings.learner.expert
     num_devices = target.num_devices - settings.server.devices
     for tensor in TENSORS:
         for data in (1, 2):
-            fsdp, rest = divmod(num_devices, data * context * tensor)
+            fsdp, rest = divmod(num_devices, data * expert * context * tensor)
             if rest or not fsdp or (data > 1 and fsdp == 1) or config.num_kv_heads % tensor:
                 continue
             for some in sorted({rows // 2, rows, rows * 2}):
-                if not some or some % (data * fsdp):
+                if not some or some % (data * fsdp * expert):
                     continue
                 for remat in (True, False):
                     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "microbatch_rows": some}

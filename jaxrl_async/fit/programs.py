@@ -214,7 +214,7 @@ def check_plan(settings: Settings, target: Target) -> None:
       FitError: names the settings and the bound.
     """
     learner, kernel = settings.learner, settings.learner.attention_kernel
-    sizes = learner.data, learner.fsdp, learner.context, learner.tensor
+    sizes = learner.data, learner.fsdp, learner.expert, learner.context, learner.tensor
     taken = settings.server.devices
     num_devices = target.num_devices - taken
     if num_devices < 1:
@@ -226,8 +226,9 @@ def check_plan(settings: Settings, target: Target) -> None:
         needed = max(1, num_devices * learner.fsdp // learner.num_devices)
         beside = f" beside server.devices = {taken}" if taken else ""
         raise FitError(
-            f"learner.data · fsdp · context · tensor = {' · '.join(map(str, sizes))} = {learner.num_devices}, and "
-            f"{target.name} has {num_devices} devices{beside}: --config.learner.fsdp={needed}, or --search"
+            f"learner.data · fsdp · expert · context · tensor = {' · '.join(map(str, sizes))} = "
+            f"{learner.num_devices}, and {target.name} has {num_devices} devices{beside}: "
+            f"--config.learner.fsdp={needed}, or --search"
         )
     if kernel == "splash" and target.chip.platform != "tpu":
         raise FitError(f"learner.attention_kernel 'splash' is a TPU's, and {target.name} has none")
@@ -288,6 +289,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     plan = {
         "data": learner.data,
         "fsdp": learner.fsdp,
+        "expert": learner.expert,
         "context": learner.context,
         "tensor": learner.tensor,
         "microbatch_rows": learner.microbatch_rows,

@@ -40,11 +40,12 @@ def rates_of(
       request_rate and server_rate, tokens/s; step_secs, token_secs, push_secs and pause_secs, seconds.
     """
     c = config
-    attention = c.model_dim * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
-    matrices = c.num_layers * (attention + 3 * c.model_dim * c.mlp_dim)
     table = c.model_dim * c.vocab_size
-    num_used = matrices + table  # by a token: it looks its embedding up
+    # By a token: it looks its embedding up, and goes to some of the experts.
+    num_used = c.num_layers * flops_of.used_by_a_token(c) + table
     num_params = num_used + (0 if c.tied_embeddings else table)
+    unused_experts = c.num_experts - c.experts_per_token
+    num_params += c.num_layers * 3 * c.model_dim * unused_experts * c.expert_mlp_dim
     flops, bandwidth = SHARE * chip.peak_flops, SHARE * chip.bandwidth
     seen_tokens = context_tokens
     if c.windows:
@@ -55,7 +56,8 @@ def rates_of(
     # Forwards, and backwards to inputs and to weights, if they are trained; remat computes the first again.
     passes = 3 + c.remat - (c.lora is not None)
     return {
-        "request_rate": bandwidth / (2 * num_used),
+        "request_rate": bandwidth
+        / (2 * num_used),  # of one request; many together read all experts
         "server_rate": 1 / (2 * num_used / flops + cache_bytes / bandwidth),
         "step_secs": num_updates * UPDATE_BYTES * num_trained / (bandwidth * learner_devices),
         "token_secs": 2 * passes * num_used / (flops * learner_devices),

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import loading, programs, sampling
-from jaxrl_async.models import lora, transformer
+from jaxrl_async.models import experts, lora, transformer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _IDLE_SECS = 1.0  # poll interval of the command queue while idle
@@ -546,7 +546,7 @@ class Engine:
         """Returns the running requests to the head of the queue, in order of arrival."""
         lives = list(self._running.values())
         for live in lives:
-            self._release(live)
+            self._release(live, ended=False)
             live.num_retractions += 1
         self._waiting.extendleft(reversed(lives))
 
@@ -627,14 +627,24 @@ class Engine:
         slots.draw.never[slot] = -1
         slots.draw.never[slot, : len(ask.never_token_ids)] = ask.never_token_ids
 
-    def _release(self, live):
-        """Takes a request out of its slot, with its tokens so far."""
+    def _release(self, live, *, ended=True):
+        """Takes a request out of its slot, with its tokens so far, and with their routes once it has ended."""
         self._read(live)
+        if ended and self.config.num_experts:
+            live.routes = self._unknown_routes(live)
+            # The last token is sampled, and no layer has computed it.
+            live.routes[:-1] = self._programs.routes(self._cache, live.slot)[: len(live.tokens) - 1]
         slot, live.slot = live.slot, None
         self._slots.active[slot] = False
         self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
         self._free.append(slot)
         del self._running[slot]
+
+    def _unknown_routes(self, live):
+        c = self.config
+        dtype = experts.route_dtype(c.num_experts)
+        shape = len(live.tokens), c.num_layers, c.experts_per_token
+        return np.full(shape, np.iinfo(dtype).max, dtype)
 
     def _read(self, live):
         """Gives a request in a slot its tokens so far."""
@@ -690,6 +700,8 @@ class Engine:
         with self._lock:
             for live, _ in ended:
                 del self._live[live.request.rid]
+                if live.routes is None and self.config.num_experts:  # It was in no slot.
+                    live.routes = self._unknown_routes(live)
         _deliver([(live, live.completion(reason)) for live, reason in ended])
 
 
@@ -705,6 +717,7 @@ class _Live:
         self.logprobs = np.zeros(0, np.float32)
         self.spans = []
         self.num_retractions = 0
+        self.routes = None  # of its tokens, once it has ended; the model has no experts otherwise
 
     def close_span(self, version, num_tokens):
         """Records that the tokens since the last span are of this version."""
@@ -732,6 +745,7 @@ class _Live:
             finish_reason=finish_reason,
             prompt_tokens=prompt_length,
             num_retractions=self.num_retractions,
+            routes=self.routes,
         )
 
 

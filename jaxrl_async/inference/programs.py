@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.models import attention, transformer
+from jaxrl_async.models import attention, experts, transformer
 
 _MIN_BUCKET = 16
 MAX_TOP = 20  # of the most probable tokens
@@ -81,8 +81,19 @@ class Shapes:
         keys = jax.ShapeDtypeStruct((config.num_layers, *shape), jnp.dtype(config.dtype))
         if self._device.platform == "gpu":
             keys = config.num_layers * (jax.ShapeDtypeStruct(shape, keys.dtype),)
-        self.cache = transformer.KVCache(keys, keys)
+        self.cache = transformer.KVCache(keys, keys, self._routes(max_total_tokens))
         self.buckets = tuple(_buckets(max_total_tokens))
+
+    def _routes(self, max_total_tokens):
+        """Of the experts of each cached token, as keys lie; None without experts."""
+        c = self.config
+        if not c.num_experts:
+            return None
+        shape = self._num_slots, max_total_tokens, c.experts_per_token
+        dtype = experts.route_dtype(c.num_experts)
+        if self._device.platform == "gpu":
+            return c.num_layers * (jax.ShapeDtypeStruct(shape, dtype),)
+        return jax.ShapeDtypeStruct((c.num_layers, *shape), dtype)
 
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
@@ -130,12 +141,15 @@ class Programs:
         self._prefill = {
             bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets
         }
+        self._routes = jax.jit(_routes_of_slot)
+        if shapes.config.num_experts:
+            self._routes = self._routes.trace(shapes.cache.routes, np.int32(0)).lower().compile()
         self._score = jax.jit(functools.partial(_score, transformer.graphdef(shapes.config)))
 
     @property
     def count(self) -> int:
         """Programs compiled before the first request."""
-        return 1 + len(self._prefill)
+        return 1 + len(self._prefill) + (self._shapes.cache.routes is not None)
 
     def empty_cache(self) -> transformer.KVCache:
         """Zeros. The programs take the cache by donation and return the new one."""
@@ -177,6 +191,12 @@ class Programs:
         prompts.num_rows[...] = len(rows)
         return self._prefill[bucket](params, cache, prompts)
 
+    def routes(self, cache, slot: int) -> np.ndarray | None:
+        """The routes of a slot's tokens, of `experts.route_dtype` [max_total_tokens, L, K]; None without experts."""
+        if cache.routes is None:
+            return None
+        return np.asarray(jax.device_get(self._routes(cache.routes, np.int32(slot))))
+
     def score(self, params, tokens: np.ndarray, temperature: float) -> Scores:
         """Log-probs of the tokens int32 [T] of a row, each after those before it, by one forward pass.
 
@@ -199,7 +219,7 @@ def weights_like(config: transformer.ModelConfig, device: jax.Device | None = No
     platform = jax.default_backend() if device is None else device.platform
 
     def on_device(path, param):
-        kept = platform == "cpu" or path[-1] == "scale" or param.dtype != jnp.float32
+        kept = platform == "cpu" or path[-1] in transformer.IN_FLOAT32 or param.dtype != jnp.float32
         dtype = param.dtype if kept else jnp.dtype(config.dtype)
         return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
 
@@ -243,7 +263,7 @@ def _decode(graphdef, num_steps, params, cache, slots):
     def one_step(carry):
         step, tokens, cache, decoded = carry
         positions = slots.positions + decoded.counts
-        hidden, cache = model.decode(tokens, positions, cache, layers)
+        hidden, cache = model.decode(tokens, positions, cache, layers, decoded.active)
         new, logprobs = sampling.sample(model.logits(hidden), positions + 1, slots.draw)
         active = decoded.active
         counts = decoded.counts + active
@@ -270,14 +290,17 @@ def _prefill(graphdef, kernel, params, cache, prompts):
     def one_row(row, cache):
         segments = (positions < prompts.lengths[row]).astype(jnp.int32)
         rows = attention.of_rows(kernel, segments)
-        _, new = model.prefill(prompts.tokens[row][None], positions, *rows)
+        given = experts.Given(segments > 0, segments)
+        _, new = model.prefill(prompts.tokens[row][None], positions, *rows, given)
         if isinstance(cache.k, tuple):
-            new = transformer.KVCache(*map(tuple, new))
+            new = new.apart()
 
         def one_slot(i, cache):
-            start = (prompts.slots[i], 0, 0, 0)
+            start = (prompts.slots[i],) if isinstance(cache.k, tuple) else (0, prompts.slots[i])
             return jax.tree.map(
-                lambda c, n: jax.lax.dynamic_update_slice(c, n, (0,) * (c.ndim - 4) + start),
+                lambda c, n: jax.lax.dynamic_update_slice(
+                    c, n, start + (0,) * (c.ndim - len(start))
+                ),
                 cache,
                 new,
             )
@@ -290,7 +313,9 @@ def _prefill(graphdef, kernel, params, cache, prompts):
 def _score(graphdef, params, tokens, length, temperature):
     model = nnx.merge(graphdef, params)
     positions = jnp.arange(tokens.shape[0])[None]
-    hidden, _ = model.prefill(tokens[None], positions, ((positions < length).astype(jnp.int32),))
+    segments = (positions < length).astype(jnp.int32)
+    given = experts.Given(segments > 0, segments)
+    hidden, _ = model.prefill(tokens[None], positions, (segments,), given=given)
 
     def one_token(at):
         hidden, token = at
@@ -299,6 +324,13 @@ def _score(graphdef, params, tokens, length, temperature):
         return Scores(logprobs[token], top_ids, top_logprobs)
 
     return jax.lax.map(one_token, (hidden[0, :-1], tokens[1:]), batch_size=_SCORED_TOGETHER)
+
+
+def _routes_of_slot(routes, slot):
+    """[S, L, K]"""
+    apart = isinstance(routes, tuple)
+    of_layers = jnp.stack([layer[slot] for layer in routes]) if apart else routes[:, slot]
+    return of_layers.swapaxes(0, 1)
 
 
 def _buckets(max_total_tokens):

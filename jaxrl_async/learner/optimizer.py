@@ -92,8 +92,8 @@ def _muon(rate: optax.Schedule, settings: Learner) -> optax.GradientTransformati
     matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
 
     def dimensions(params: Any) -> Any:
-        # Those of layers are stacked: [L, num_in, num_out].
-        return jax.tree.map(lambda x: matrix if x.ndim == 3 else None, params)
+        # Those of layers are stacked: [L, num_in, num_out], those of experts [L, E, num_in, num_out].
+        return jax.tree.map(lambda x: matrix if x.ndim >= 3 else None, params)
 
     return optax.contrib.muon(
         rate,

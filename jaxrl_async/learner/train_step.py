@@ -534,7 +534,12 @@ def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:
 def mesh_of(learner: Learner, devices=None) -> jax.sharding.Mesh:
     """The mesh of a run's settings, of all devices or of these."""
     return sharding.make_mesh(
-        learner.data, learner.fsdp, learner.tensor, devices, context=learner.context
+        learner.data,
+        learner.fsdp,
+        learner.tensor,
+        devices,
+        context=learner.context,
+        expert=learner.expert,
     )
 
 

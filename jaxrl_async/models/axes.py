@@ -6,15 +6,20 @@ import math
 import jax
 import jax.numpy as jnp
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
-ROWS = ("data", "fsdp")  # divide the rows of a batch
+MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")  # divide the rows of a batch
 COLUMNS = "context"  # divides a row's tokens
-SHARDS = ("fsdp", "context")  # divide parameters
+SHARDS = ("fsdp", "expert", "context")  # divide parameters
+SHARDS_OF_EXPERTS = ("fsdp", "context")  # divide those of experts, beside the axis expert
 
 _AXES = {  # parameter, or else the last part of its path → the mesh axes of each dimension
     "embedding": ("tensor", SHARDS),
     "blocks.output.kernel": (None, "tensor", SHARDS),
     "blocks.down.kernel": (None, "tensor", SHARDS),
+    "blocks.experts.router_kernel": (None, SHARDS, None),
+    "blocks.experts.gate_kernel": (None, "expert", SHARDS_OF_EXPERTS, "tensor"),
+    "blocks.experts.up_kernel": (None, "expert", SHARDS_OF_EXPERTS, "tensor"),
+    "blocks.experts.down_kernel": (None, "expert", "tensor", SHARDS_OF_EXPERTS),
     "final_norm.scale": (None,),
     "head.kernel": (SHARDS, "tensor"),
     "kernel": (None, SHARDS, "tensor"),  # of the other layers, which are stacked
@@ -55,13 +60,17 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
 
-def on_one_axis(x: jax.Array) -> jax.Array:
-    """[B, T, …] → [B·T, …], in an order in which the tokens of each device follow one another."""
+def on_one_axis(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
+    """[B, T, …] → [B·T, …], in an order in which the tokens of each device follow one another.
+
+    The devices are those of the mesh of `like`, or else of x.
+    """
     B, T = x.shape[:2]
-    columns = size(x, COLUMNS)
+    like = x if like is None else like
+    columns = size(like, COLUMNS)
     if columns == 1:
         return x.reshape(B * T, *x.shape[2:])
-    rows = size(x, *ROWS)
+    rows = size(like, *ROWS)
     x = x.reshape(rows, B // rows, columns, T // columns, *x.shape[2:])
     return x.swapaxes(1, 2).reshape(B * T, *x.shape[4:])
 
@@ -93,7 +102,8 @@ def gathered(x: jax.Array, axes: tuple, dtype: str) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(axes, dtype, x):
     cast = constrain(x.astype(dtype), *axes)
-    return constrain(cast, *(None if axis == SHARDS else axis for axis in axes))
+    whole = (SHARDS, SHARDS_OF_EXPERTS)
+    return constrain(cast, *(None if axis in whole else axis for axis in axes))
 
 
 def _gathered_forward(axes, dtype, x):

@@ -5,6 +5,7 @@ A family's table of names serves both directions. Independent of meshes, version
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -59,7 +60,7 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     """Reads the model shape from a checkpoint's config.json.
 
     Args:
-      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama, Mistral or Gemma 3 text model.
+      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama, Mistral, Gemma 3 text, Qwen3-MoE or Mixtral model.
       dtype: compute dtype, "float32" | "bfloat16", whatever the dtype of the stored tensors.
       remat: recompute each layer in the backward pass.
 
@@ -206,7 +207,8 @@ def from_tensors(
             _part(tensors, tensor_name, ".".join(path), (slice(None),) * len(shape))
             for tensor_name, shape in _tensors_of(path, param, config)
         ]
-        return param.replace(np.stack(parts) if _is_stacked(path) else np.array(parts[0]))
+        whole = np.stack(parts) if _is_stacked(path) else np.array(parts[0])
+        return param.replace(whole.reshape(param.shape))
 
     return nnx.map_state(read, abstract)
 
@@ -232,14 +234,18 @@ def load(
     def read(path, param):
         sharding, name = sharding_of[path].get_value(), ".".join(path)
         if not _is_stacked(path):
-            ((tensor_name, shape),) = _tensors_of(path, param, config)
-            whole = _read_sharded(tensors, tensor_name, name, shape, sharding, param.dtype)
-            return param.replace(whole)
+            found = _tensors_of(path, param, config)
+            return param.replace(
+                _read_sharded(tensors, found, name, param.shape, sharding, param.dtype)
+            )
         spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
         of_layer = jax.sharding.NamedSharding(sharding.mesh, spec)
         whole = _zeros(param.shape, sharding, param.dtype)()
-        for layer, (tensor_name, shape) in enumerate(_tensors_of(path, param, config)):
-            part = _read_sharded(tensors, tensor_name, name, shape, of_layer, param.dtype)
+        of_layers, (num_layers, *shape) = _tensors_of(path, param, config), param.shape
+        per_layer = len(of_layers) // num_layers
+        for layer in range(num_layers):
+            own = of_layers[layer * per_layer : (layer + 1) * per_layer]
+            part = _read_sharded(tensors, own, name, tuple(shape), of_layer, param.dtype)
             # Waited for: else the layers that are read pile up.
             whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
         return param.replace(whole)
@@ -433,7 +439,11 @@ def _pieces(params, config):
         yield 0, "embedding", names["embedding"], ours["embedding"]
     for layer in range(config.num_layers):
         for name in stacked:
-            yield layer, name, names[name].format(layer), ours[name][layer]
+            if names[name].count("{}") == 1:
+                yield layer, name, names[name].format(layer), ours[name][layer]
+                continue
+            for expert in range(config.num_experts):
+                yield layer, name, names[name].format(layer, expert), ours[name][layer, expert]
     for name in ("final_norm.scale", "head.kernel"):
         if name in ours:
             yield config.num_layers, name, names[name], ours[name]
@@ -451,7 +461,10 @@ def _identity(out_sharding):
 
 
 def _names(config):
-    """Our parameter → tensor; {} is the layer. A kernel, and an adapter's, is the transpose of its tensor."""
+    """Our parameter → tensor; {} is the layer, a second one the expert.
+
+    A kernel, and an adapter's, is the transpose of its tensor.
+    """
     names = families.FAMILIES[config.family].tensors
     if not config.lora:
         return names
@@ -478,11 +491,16 @@ def _is_stacked(path):
 
 
 def _tensors_of(path, param, config):
-    """Name and shape, as of the parameter, of each tensor that a parameter is made of: one, or one a layer."""
+    """Name and shape, as of the parameter, of each tensor of a parameter: one, or one or E of each layer."""
     name = _names(config)[".".join(path)]
     if not _is_stacked(path):
         return [(name, param.shape)]
-    return [(name.format(layer), param.shape[1:]) for layer in range(param.shape[0])]
+    num_layers, *shape = param.shape
+    if name.count("{}") == 1:
+        return [(name.format(layer), tuple(shape)) for layer in range(num_layers)]
+    num_experts, *shape = shape
+    numbers = itertools.product(range(num_layers), range(num_experts))
+    return [(name.format(*pair), tuple(shape)) for pair in numbers]
 
 
 def _check(tensors, abstract, config):
@@ -532,14 +550,18 @@ def _part(tensors, tensor_name, name, index):
     return np.asarray(part.T if transposed else part, np.float32)
 
 
-def _read_sharded(tensors, tensor_name, name, shape, sharding, dtype):
-    """A tensor on its devices. Of a part that several hold, one copy is read."""
+def _read_sharded(tensors, of_parameter, name, shape, sharding, dtype):
+    """A parameter, or a layer of it, on its devices: one tensor, or one of each expert; of a part, one copy is read."""
     read = {}
 
     def part(index):
         key = str(index)
         if key not in read:
-            found = _part(tensors, tensor_name, name, index)
+            if len(of_parameter) == 1:
+                found = _part(tensors, of_parameter[0][0], name, index)
+            else:
+                own = of_parameter[index[0]]
+                found = np.stack([_part(tensors, tensor, name, index[1:]) for tensor, _ in own])
             read[key] = np.ascontiguousarray(found, dtype)
         return read[key]
 

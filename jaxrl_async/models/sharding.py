@@ -15,9 +15,9 @@ from jaxrl_async.models import axes, lora, transformer
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int, devices=None, *, context: int = 1
+    data: int, fsdp: int, tensor: int, devices=None, *, context: int = 1, expert: int = 1
 ) -> jax.sharding.Mesh:
-    """A mesh of the axes data, fsdp, context and tensor.
+    """A mesh of the axes data, fsdp, expert, context and tensor.
 
     Args:
       data: number of ways to divide rows, with whole parameters.
@@ -25,16 +25,17 @@ def make_mesh(
       tensor: number of ways to divide heads, mlp and vocabulary.
       devices: the devices to use; None for all.
       context: number of ways to divide the tokens of a row, and parameters.
+      expert: number of ways to divide rows, experts, and the other parameters.
 
     Raises:
-      ValueError: data · fsdp · context · tensor is not the number of devices.
+      ValueError: data · fsdp · expert · context · tensor is not the number of devices.
     """
-    shape = (data, fsdp, context, tensor)
+    shape = (data, fsdp, expert, context, tensor)
     devices = jax.devices() if devices is None else devices
     if math.prod(shape) != len(devices):
         raise ValueError(
-            f"data {data} × fsdp {fsdp} × context {context} × tensor {tensor} = {math.prod(shape)} devices, "
-            f"but there are {len(devices)}"
+            f"data {data} × fsdp {fsdp} × expert {expert} × context {context} × tensor {tensor} = "
+            f"{math.prod(shape)} devices, but there are {len(devices)}"
         )
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
@@ -53,7 +54,7 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows over data and fsdp, their tokens over context."""
+    """Rows over data, fsdp and expert, their tokens over context."""
     return NamedSharding(mesh, PartitionSpec(axes.ROWS, axes.COLUMNS))
 
 

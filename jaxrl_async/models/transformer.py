@@ -1,4 +1,4 @@
-"""One decoder for Qwen2, Qwen2.5, Qwen3, Llama, Mistral and Gemma-3. `families` says how they differ.
+"""One decoder for Qwen2, Qwen2.5, Qwen3, Llama, Mistral, Gemma 3, Qwen3-MoE and Mixtral. `families` has their tables.
 
 Parameters are float32, but for a frozen base in bfloat16; the compute dtype is a setting; norms, softmax and logits are
 float32. Independent of tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
@@ -13,9 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_async.models import attention, axes
+from jaxrl_async.models import attention, axes, experts
 from jaxrl_async.models import lora as adapters
 from jaxrl_async.models.families import FAMILIES
+
+# The last part of the path of parameters that are not cast to compute.
+IN_FLOAT32 = ("scale", "router_kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +77,10 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     local_rope_theta: float = 10_000.0  # of gemma3's layers with a window, whose RoPE is not scaled
     query_scalar: float = 0.0  # scores are q · k / √query_scalar; 0: head_dim
+    num_experts: int = 0  # E of each layer, in the place of its MLP; 0: none
+    experts_per_token: int = 0  # K of them
+    expert_mlp_dim: int = 0  # F of one
+    norm_topk: bool = True  # the weights of a token's experts add up to 1
     lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
 
     def __post_init__(self):
@@ -93,6 +100,18 @@ class ModelConfig:
                     f"windows must be () or have an integer ≥ 0 for each of {self.num_layers} layers, not all 0, "
                     f"got {w}"
                 )
+        has_experts = "blocks.experts.router_kernel" in FAMILIES[self.family].tensors
+        if bool(self.num_experts) != has_experts:
+            raise ValueError(
+                f"num_experts must be {'≥ 1' if has_experts else '0'} in family {self.family!r}, got {self.num_experts}"
+            )
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts <= 65_535:
+            raise ValueError(
+                f"experts_per_token must be in [1, num_experts], got {self.experts_per_token} of {self.num_experts}"
+            )
+        mlps = {"gate_proj", "up_proj", "down_proj"}
+        if self.num_experts and self.lora and (odd := mlps & {*self.lora.targets}):
+            raise ValueError(f"adapters of experts are unsupported: lora.targets has {sorted(odd)}")
 
 
 class KVCache(NamedTuple):
@@ -103,6 +122,12 @@ class KVCache(NamedTuple):
 
     k: jax.Array | tuple[jax.Array, ...]  # [L, B, N, S, C], or L × [B, N, S, C]
     v: jax.Array | tuple[jax.Array, ...]
+    # of the router's own choice, as `experts.Routing.routes`: [L, B, S, K], or L × [B, S, K]; None without experts
+    routes: jax.Array | tuple[jax.Array, ...] | None = None
+
+    def apart(self) -> "KVCache":
+        """The same arrays, their layers apart."""
+        return KVCache(*(array if array is None else tuple(array) for array in self))
 
 
 class Transformer(nnx.Module):
@@ -120,7 +145,19 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens_BT, positions_BT, ids, attend=attention.causal_attention, trained=None
     ):
-        """Hidden states of whole rows.
+        """The hidden states of `routed`, which takes the same arguments."""
+        return self.routed(tokens_BT, positions_BT, ids, attend, trained)[0]
+
+    def routed(
+        self,
+        tokens_BT,
+        positions_BT,
+        ids,
+        attend=attention.causal_attention,
+        trained=None,
+        given: experts.Given | None = None,
+    ):
+        """Hidden states of whole rows, and what the routers did.
 
         Args:
           tokens_BT: int32 [B, T].
@@ -129,18 +166,24 @@ class Transformer(nnx.Module):
           attend: (q, k, v, ids) → attended, from `attention.of_rows`.
           trained: (first, end), layers: the others get no gradient, and a backward pass keeps nothing of those before
             the first, as long as the embedding has none either. None: all layers.
+          given: of a model with experts, its tokens and, perhaps, their experts; None: all count.
 
         Returns:
-          [B, T, D] in the compute dtype, after the final norm.
+          [B, T, D] in the compute dtype, after the final norm, and `experts.Routing` [L, …], None without experts.
         """
         graphdef, blocks = nnx.split(self.blocks)
         of_layer = self._layers(positions_BT, ids)
-        layers = (blocks, self._windows())
+        given = self._given(tokens_BT, given)
+        layers = (blocks, self._windows(), given and given.routes)
 
         def layer(x_BTD, own):
-            block, window = own
+            block, window, routes = own
             block = nnx.map_state(self._gathered, block)
-            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window), attend)[0], None
+            of_tokens = given and given._replace(routes=routes)
+            x_BTD, _, routing = nnx.merge(graphdef, block)(
+                x_BTD, *of_layer(window), attend, of_tokens
+            )
+            return x_BTD, routing
 
         constant = jax.lax.stop_gradient(layers)
 
@@ -152,35 +195,47 @@ class Transformer(nnx.Module):
         # stacking every intermediate of every layer costs more than computing it again.
         policies = jax.checkpoint_policies
         attended = policies.save_only_these_names(attention.ATTENDED)
+        if self.config.num_experts:
+            names = (experts.USED,) if self.config.remat else (experts.USED, experts.MULTIPLIED)
+            attended = policies.save_only_these_names(attention.ATTENDED, *names)
         kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
         if self.config.remat:
             # A kernel would otherwise run twice forwards.
-            kept = attended if attend in attention.IN_PASSES.values() else None
+            in_passes = attend in attention.IN_PASSES.values()
+            kept = attended if in_passes or self.config.num_experts else None
         # prevent_cse is not needed within a scan.
         remat = functools.partial(jax.checkpoint, policy=kept, prevent_cse=False)
         first, end = trained or (0, self.config.num_layers)
         own = layers if trained is None else jax.tree.map(lambda leaf: leaf[first:end], layers)
-        x_BTD = self._embed(tokens_BT)
+        x_BTD, parts = self._embed(tokens_BT), []
         if first > 0:
-            x_BTD, _ = jax.lax.scan(remat(constant_layer), x_BTD, jnp.arange(first))
-        x_BTD, _ = jax.lax.scan(remat(layer), x_BTD, own)
+            x_BTD, part = jax.lax.scan(remat(constant_layer), x_BTD, jnp.arange(first))
+            parts.append(part)
+        x_BTD, part = jax.lax.scan(remat(layer), x_BTD, own)
+        parts.append(part)
         if end < self.config.num_layers:
             above = jnp.arange(end, self.config.num_layers)
-            x_BTD, _ = jax.lax.scan(remat(constant_layer), x_BTD, above)
-        return self.final_norm(x_BTD)
+            x_BTD, part = jax.lax.scan(remat(constant_layer), x_BTD, above)
+            parts.append(part)
+        routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        return self.final_norm(x_BTD), routing
 
-    def prefill(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention):
-        """As __call__; also returns the keys and values.
+    def prefill(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention, given=None):
+        """As `routed`; also returns the keys and values.
 
         Returns:
-          hidden [B, T, D] and a KVCache of [L, B, N, T, C].
+          hidden [B, T, D] and a KVCache of [L, B, N, T, C], with the routes.
         """
         graphdef, blocks = nnx.split(self.blocks)
         of_layer = self._layers(positions_BT, ids)
+        given = self._given(tokens_BT, given)
 
         def layer(x_BTD, own):
             block, window = own
-            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window), attend)
+            x_BTD, cache, routing = nnx.merge(graphdef, block)(
+                x_BTD, *of_layer(window), attend, given
+            )
+            return x_BTD, cache._replace(routes=routing and routing.routes)
 
         x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
         return self.final_norm(x_BTD), cache
@@ -193,10 +248,17 @@ class Transformer(nnx.Module):
             for i in range(self.config.num_layers)
         ]
 
-    def decode(self, tokens_B, positions_B, cache: KVCache, layers: list["Block"] | None = None):
+    def decode(
+        self,
+        tokens_B,
+        positions_B,
+        cache: KVCache,
+        layers: list["Block"] | None = None,
+        counts_B=None,
+    ):
         """One token for each row, against the cache.
 
-        Writes the token's key and value at cache index positions_B, then attends to the indexes
+        Writes the token's key and value, and its routes, at cache index positions_B, then attends to the indexes
         ≤ positions_B that the layer's window holds. A row whose position lies outside the cache writes nothing.
 
         Args:
@@ -204,6 +266,7 @@ class Transformer(nnx.Module):
           positions_B: int32 [B], in [0, S).
           cache: index s holds the token at position s.
           layers: of `layers_apart`, where those of the cache lie apart.
+          counts_B: bool [B], rows whose tokens go to experts; None: all.
 
         Returns:
           hidden [B, D], after the final norm, and the cache. It is updated in place where the enclosing jit
@@ -215,6 +278,9 @@ class Transformer(nnx.Module):
         at_B1 = positions_B[:, None]
         indexes_1S = jnp.arange((cache.k[0] if layers else cache.k).shape[-2])[None]
         mask_B1S = (indexes_1S <= at_B1)[:, None]
+        given = self._given(tokens_B[:, None], None)
+        if given is not None and counts_B is not None:
+            given = given._replace(counts=counts_B[:, None])
 
         def layer(x_B1D, block, window, cache, index):
             rope, _ = of_layer(window)
@@ -225,15 +291,22 @@ class Transformer(nnx.Module):
             if window is not None:
                 seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
             attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
-            return block.finish(x_B1D, attended), KVCache(k, v)
+            x_B1D, routing = block.finish(x_B1D, attended, given)
+            routes = cache.routes
+            if routing is not None:
+                routes = routes.at[*index, rows[:, 0], positions_B].set(routing.routes[:, 0])
+            return x_B1D, KVCache(k, v, routes)
 
         x_B1D = self._embed(tokens_B[:, None])
         if layers:
             windows, apart = self.config.windows or [None] * len(layers), []
-            for block, window, *own in zip(layers, windows, *cache, strict=True):
+            routes = cache.routes or [None] * len(layers)
+            of_layers = zip(layers, windows, cache.k, cache.v, routes, strict=True)
+            for block, window, *own in of_layers:
                 x_B1D, own = layer(x_B1D, block, window, KVCache(*own), ())
                 apart.append(own)
-            cache = KVCache(*zip(*apart, strict=True))
+            k, v, routes = zip(*apart, strict=True)
+            cache = KVCache(k, v, routes if cache.routes else None)
         else:
             graphdef, blocks = nnx.split(self.blocks)
 
@@ -284,8 +357,16 @@ class Transformer(nnx.Module):
 
         return of_layer
 
+    def _given(self, tokens_BT, given):
+        """The tokens of a model with experts, all of them where nothing says which; None for another model."""
+        if not self.config.num_experts:
+            return None
+        ones = jnp.ones_like(tokens_BT)
+        return given or experts.Given(ones > 0, ones)
+
     def _gathered(self, path, param):
-        value = axes.gathered(param[...], axes.of_layer(".".join(path)), self.config.dtype)
+        dtype = "float32" if path[-1] == "router_kernel" else self.config.dtype
+        value = axes.gathered(param[...], axes.of_layer(".".join(path)), dtype)
         return param.replace(value)
 
     def _embed(self, tokens_BT):
@@ -382,21 +463,26 @@ class Block(nnx.Module):
             self.key_norm = _norm(C, config)
         self.attention_post_norm = _norm(D, config) if post_norms else None
         self.mlp_norm = _norm(D, config)
-        self.gate = _linear(D, F, config, rngs)
-        self.up = _linear(D, F, config, rngs)
-        self.down = _linear(F, D, config, rngs)
+        if config.num_experts:
+            activation = FAMILIES[config.family].activation
+            self.experts = experts.Experts(config, activation, rngs=rngs)
+        else:
+            self.gate = _linear(D, F, config, rngs)
+            self.up = _linear(D, F, config, rngs)
+            self.down = _linear(F, D, config, rngs)
         self.mlp_post_norm = _norm(D, config) if post_norms else None
         # Last: the base's random weights are those of a model without adapters.
         if lora := config.lora:
             for target in lora.targets:
                 getattr(self, adapters.LAYERS[target]).adapt(lora.scale, lora.rank, rngs)
 
-    def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention):
+    def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention, given=None):
         q, k, v = self.project(x_BTD, rope)
         cache = KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
         with jax.named_scope("attention"):
             attended = attend(q, k, v, ids)
-        return self.finish(x_BTD, attended), cache
+        x_BTD, routing = self.finish(x_BTD, attended, given)
+        return x_BTD, cache, routing
 
     @jax.named_scope("projections")
     def project(self, x_BTD, rope):
@@ -416,16 +502,23 @@ class Block(nnx.Module):
         return _rotate(q, rope_of_q), _rotate(k, rope), v
 
     @jax.named_scope("mlp")
-    def finish(self, x_BTD, attended_BTHC):
-        """The rest of the layer after attention: output projection, MLP, post-norms, both residuals."""
+    def finish(self, x_BTD, attended_BTHC, given=None):
+        """The rest of the layer after attention: output projection, MLP or experts, post-norms, both residuals.
+
+        Returns:
+          [B, T, D], and the layer's `experts.Routing`, None without experts.
+        """
         B, T, _ = x_BTD.shape
         attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
         activation = FAMILIES[self.config.family].activation
         x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, self.output(attended_ND))
-        y_ND = self.mlp_norm(x_ND)
-        y_ND = self.down(activation(self.gate(y_ND)) * self.up(y_ND))
+        y_ND, routing = self.mlp_norm(x_ND), None
+        if self.config.num_experts:
+            y_ND, routing = self.experts(y_ND, given, (B, T))
+        else:
+            y_ND = self.down(activation(self.gate(y_ND)) * self.up(y_ND))
         x_ND += _normed(self.mlp_post_norm, y_ND)
-        return axes.in_rows(x_ND, B, T)
+        return axes.in_rows(x_ND, B, T), routing
 
 
 def _norm(dim, config):
@@ -456,7 +549,7 @@ def _abstract(config):
         return graphdef, params
 
     def stored(path, param):
-        kept = isinstance(param, adapters.Adapter) or path[-1] == "scale"
+        kept = isinstance(param, adapters.Adapter) or path[-1] in IN_FLOAT32
         dtype = param.dtype if kept else jnp.dtype(config.lora.base_dtype)
         return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
 

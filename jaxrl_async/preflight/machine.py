@@ -240,6 +240,11 @@ def _check_model(settings: Settings) -> None:
     config = parts.model_config_of(settings, None)
     _check_kernel(settings, config)
     blocks.check(settings.learner.blocks, config.num_layers)
+    expert = settings.learner.expert
+    if expert > 1 and (not config.num_experts or config.num_experts % expert):
+        raise ValueError(
+            f"learner.expert = {expert} does not divide the experts of model.path, {config.num_experts}"
+        )
     hf.check_files(parts.model_directory(settings), config)
 
 

@@ -88,7 +88,7 @@ def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:
     if len(devices) != wanted + count:
         raise ValueError(
             f"this process has {len(devices)} devices, and server.devices = {count} leaves {len(devices) - count} of "
-            f"them to the learner, whose mesh has {wanted}: learner.data, fsdp, context and tensor"
+            f"them to the learner, whose mesh has {wanted}: learner.data, fsdp, expert, context and tensor"
         )
     return devices[:-count], devices[-count:]
 

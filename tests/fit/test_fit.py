@@ -439,6 +439,7 @@ def a_fit(name="v5e-4", needed=2 << 30, **values) -> programs.Fit:
     plan = {
         "data": 1,
         "fsdp": 4,
+        "expert": 1,
         "context": 1,
         "tensor": 1,
         "microbatch_rows": 4,

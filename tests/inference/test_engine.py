@@ -837,3 +837,67 @@ def test_an_engine_that_was_never_started_closes():
     engine.close(timeout_secs=DEADLINE_SECS)
     with pytest.raises(engine_lib.UnavailableError, match="never started"):
         wait(engine.flush())
+
+
+EXPERTS = dataclasses.replace(
+    CONFIG, family="qwen3_moe", num_experts=8, experts_per_token=2, expert_mlp_dim=16
+)
+
+
+@functools.cache
+def weights_of_experts(seed):
+    params = nnx.split(transformer.Transformer(EXPERTS, rngs=nnx.Rngs(seed)))[1]
+    params["blocks"]["experts"]["router_kernel"][...] *= 5
+    return params
+
+
+def routes_of_a_whole_row(seed, prompt, done):
+    """[T, L, K] of prompt and completion, by one pass."""
+    tokens_1T = np.concatenate([prompt, done.output_ids])[None]
+    model = nnx.merge(transformer.graphdef(EXPERTS), weights_of_experts(seed))
+    positions = np.arange(tokens_1T.shape[1])[None]
+    routed = jax.jit(transformer.Transformer.routed)
+    _, routing = routed(model, tokens_1T, positions, (np.ones_like(tokens_1T),))
+    return np.asarray(routing.routes)[:, 0].swapaxes(0, 1)
+
+
+def test_routes_are_those_of_the_computation_that_the_cache_held_at_the_end():
+    """The law of replay: retracted rows are computed anew, and so are their routes; in place both are kept."""
+    engine = engine_lib.Engine(
+        EXPERTS,
+        num_slots=3,
+        max_total_tokens=32,
+        decode_chunk=CHUNK,
+        max_queued_requests=8,
+        name="experts",
+    )
+    engine.start()
+    try:
+        wait(engine.update_weights(weights_of_experts(0), "0"))
+        prompt = (2, 7, 1, 8)
+        done = generate(engine, "plain", prompt, max_new_tokens=11)
+        assert done.routes.dtype == np.uint8 and done.routes.shape == (15, 2, 2)
+        np.testing.assert_array_equal(done.routes[-1], 255)  # sampled, and computed by no layer
+        expected = routes_of_a_whole_row(0, prompt, done)
+        np.testing.assert_array_equal(done.routes[:-1], expected[:-1])
+        for seed, mode in ((1, "retract"), (0, "in_place")):
+            gate = Gate(engine)
+            future = submit(engine, request(mode, prompt, max_new_tokens=20, seed=3))
+            gate.run(2)
+            wait_for = engine.pause(mode), engine.update_weights(weights_of_experts(seed), mode)
+            resumed = engine.resume()
+            gate.open()
+            for reply in (*wait_for, resumed):
+                wait(reply)
+            done = wait(future)
+            assert [span.end for span in done.spans] == [12, 20]
+            old, new = (routes_of_a_whole_row(s, prompt, done) for s in (1 - seed, seed))
+            computed_before = len(prompt) + 11
+            assert (old != new)[:computed_before].any()
+            if mode == "retract":
+                np.testing.assert_array_equal(done.routes[:-1], new[:-1])
+            else:
+                np.testing.assert_array_equal(done.routes[:computed_before], old[:computed_before])
+            engine._programs = engine._programs._inner
+    finally:
+        engine.close(timeout_secs=DEADLINE_SECS)

@@ -35,6 +35,14 @@ GEMMA3 = dict(
     sliding_window=8,
     sliding_window_pattern=3,
 )
+QWEN3_MOE = dict(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    head_dim=8,
+    norm_topk_prob=True,
+)
+MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2)
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 40))
 
@@ -91,6 +99,15 @@ LLAMA = tiny(
     remat=True,
 )
 TIED = dataclasses.replace(LLAMA, tied_embeddings=True)
+EXPERTS = dataclasses.replace(
+    LLAMA,
+    family="qwen3_moe",
+    qk_norm=True,
+    num_experts=4,
+    experts_per_token=2,
+    expert_mlp_dim=6,
+    norm_topk=False,
+)
 
 
 def _random_params(config):
@@ -99,6 +116,12 @@ def _random_params(config):
         lambda path, p: p.replace(rng.normal(0, 0.3, p.shape).astype(np.float32)),
         transformer.abstract_params(config),
     )
+
+
+AS_EXPERTS = {name: value for name, value in vars(EXPERTS).items() if value != getattr(LLAMA, name)}
+AS_MIXTRAL = dict(
+    family="mixtral", num_experts=4, experts_per_token=2, expert_mlp_dim=10, windows=(4, 4)
+)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +140,18 @@ def _random_params(config):
         ("Mistral", dict(sliding_window=None)),
         ("Gemma3Text", GEMMA3),
         ("Gemma3Text", GEMMA3 | dict(rope_scaling=dict(rope_type="linear", factor=8.0))),
+        ("Qwen3Moe", QWEN3_MOE),
+        ("Qwen3Moe", QWEN3_MOE | dict(num_experts_per_tok=3, norm_topk_prob=False)),
+        ("Mixtral", MIXTRAL | dict(sliding_window=8)),
     ],
 )
 def test_logits_equal_transformers(tmp_path, architecture, changes):
     expected = _checkpoint(tmp_path, architecture, **changes)
     params, config = _load(tmp_path)
-    np.testing.assert_allclose(_our_logits(params, config), expected, atol=2e-4)
+    atol = 1e-5 if config.num_experts else 2e-4
+    np.testing.assert_allclose(_our_logits(params, config), expected, atol=atol)
     assert config.attention_bias == (architecture == "Qwen2")
-    assert config.qk_norm == (architecture in ("Qwen3", "Gemma3Text"))
+    assert config.qk_norm == (architecture in ("Qwen3", "Gemma3Text", "Qwen3Moe"))
     assert (config.rope_scaling is not None) == ("factor" in str(changes))
     assert (config.family == "gemma3") == (architecture == "Gemma3Text")
     assert any(config.windows) == ("'sliding_window': 8" in str(changes))
@@ -196,6 +223,8 @@ MISTRAL = dict(windows=(8, 8), rope_scaling=transformer.YarnScaling(4.0, 16, 32,
         # A Llama of transformers has a model_dim that is a multiple of num_heads.
         dict(num_heads=3, num_kv_heads=3, head_dim=4),
         dict(num_heads=3, num_kv_heads=3, head_dim=4, qk_norm=True),
+        AS_EXPERTS,
+        AS_MIXTRAL,
     ],
 )
 def test_what_we_write_transformers_reads(tmp_path, fields):
@@ -223,6 +252,8 @@ def test_a_sharded_bfloat16_checkpoint_is_read(tmp_path):
         WINDOWED,
         WINDOWED | dict(windows=(), query_scalar=0, rope_scaling=None, local_rope_theta=2e4),
         MISTRAL,
+        AS_EXPERTS,
+        AS_MIXTRAL,
     ],
 )
 def test_config_comes_back_from_its_json(tmp_path, fields):
@@ -281,7 +312,7 @@ def test_the_config_of_transformers_4_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"model_type": "qwen2_moe"}, "model_type 'qwen2_moe'"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' lacks factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq"),
@@ -430,12 +461,31 @@ def test_what_no_architecture_of_a_family_has_is_refused(fields, message):
         hf.write_config(dataclasses.replace(LLAMA, **fields))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is unsupported, only 1"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is unsupported, only \[\]"),
+        ({"shared_expert_intermediate_size": 24}, "shared_expert_intermediate_size 24: shared exp"),
+        ({"num_experts": None}, "num_experts is missing"),
+        ({"attention_bias": True}, "attention_bias .* qwen3_moe"),
+        ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be null or ≥ 1"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+    ],
+)
+def test_a_setting_of_experts_that_the_decoder_lacks_is_refused(tmp_path, change, message):
+    content = hf.write_config(EXPERTS) | {"num_local_experts": None}
+    (tmp_path / "config.json").write_text(json.dumps(content | change))
+    with pytest.raises(ValueError, match=message):
+        hf.read_config(tmp_path, dtype="float32", remat=False)
+
+
 def test_bias_and_qk_norm_together_are_refused():
     with pytest.raises(ValueError, match="attention_bias and qk_norm"):
         hf.write_config(dataclasses.replace(LLAMA, attention_bias=True, qk_norm=True))
 
 
-@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=["llama", "gemma3"])
+@pytest.mark.parametrize("fields", [{}, WINDOWED, AS_EXPERTS], ids=["llama", "gemma3", "qwen3_moe"])
 def test_parameters_come_back_bit_for_bit_layer_by_layer(fields):
     config = dataclasses.replace(LLAMA, **fields)
     params = _random_params(config)
@@ -479,7 +529,7 @@ def test_tensors_that_do_not_fit_are_named(name, change, message):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [LLAMA, TIED, EXPERTS], ids=["untied", "tied", "qwen3_moe"])
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 8, 1), (1, 1, 1)])
 def test_a_mesh_reads_each_part_once_and_has_the_same_parameters(
     mesh_shape, config, dtype, tmp_path, monkeypatch

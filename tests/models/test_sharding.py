@@ -109,7 +109,7 @@ def test_an_adapter_is_divided_as_its_kernel_and_its_rank_is_whole(mesh):
     lora = LoRA(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))
     abstract = transformer.abstract_trained(dataclasses.replace(CONFIG, lora=lora))
     blocks = sharding.param_shardings(mesh, abstract)["blocks"]
-    fsdp = ("fsdp", "context")
+    fsdp = ("fsdp", "expert", "context")
     for layer, num_in, num_out in (("query", fsdp, "tensor"), ("down", "tensor", fsdp)):
         specs = [tuple(blocks[layer][name].get_value().spec) for name in ("lora_a", "lora_b")]
         assert specs == [(None, num_in, None), (None, None, num_out)]

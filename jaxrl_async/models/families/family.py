@@ -14,8 +14,8 @@ class Family:
     name: str  # config.model.family
     architectures: Mapping[str, str]  # model_type of config.json → architecture
     required: tuple[str, ...]  # keys of its config.json, beside those of every family
-    tensors: Mapping[str, str]  # our parameter → tensor; {} is the layer
-    activation: Callable[[jax.Array], jax.Array]  # of the MLP's gate
+    tensors: Mapping[str, str]  # our parameter → tensor; {} is the layer, a second one the expert
+    activation: Callable[[jax.Array], jax.Array]  # of the gate of an MLP, or of an expert
     zero_centered_norms: bool  # norms multiply by 1 + scale, and scale is 0 at first
     post_norms: bool  # norms after attention and after the MLP, too, before the residual is added
     local_rope: bool  # layers with a window have a RoPE of their own
