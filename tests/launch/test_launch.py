@@ -29,7 +29,7 @@ from jaxrl_async.runtime.supervisor import free_port
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
-JOBSETS = sorted(LAUNCH.glob("*.yaml"))
+JOBSETS = sorted(LAUNCH.glob("gke_jobset*.yaml"))
 QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
 KEY_NAMES = ("JAXRL_QUEUE_KEY", "JAXRL_API_KEY", "JAXRL_ADMIN_KEY")
 KEYS = dict.fromkeys((*KEY_NAMES, "JAXRL_QUEUE_TOKEN"), "secret")
@@ -381,6 +381,48 @@ def test_a_dry_run_of_slurm_reads_how_many_nodes_and_tasks_there_are(slurm, tmp_
         ]
 
 
+def test_sizes_by_variables_are_the_lines_of_the_script_that_sbatch_gets(tmp_path, monkeypatch):
+    fake = tmp_path / "bin" / "sbatch"
+    fake.parent.mkdir()
+    fake.write_text('#!/bin/sh\necho "$@"\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    sizes = {
+        "LEARNERS": 2,
+        "SERVERS": 4,
+        "GPUS": 8,
+        "WORKERS": 3,
+        "REWARDS": 1,
+        "PARTITION": "p",
+        "HOURS": 12,
+    }
+    for name, value in sizes.items():
+        monkeypatch.setenv(name, str(value))
+    words = [LAUNCH / "slurm.sbatch", "--submit", QUICKSTART, tmp_path / "a", "--config.seed=1"]
+    done = subprocess.run(["bash", *words], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path}/a/slurm.sbatch {QUICKSTART} {tmp_path}/a --config.seed=1\n"
+    text = (tmp_path / "a" / "slurm.sbatch").read_text()
+    head, *lines = re.findall("^#SBATCH (.*)", text, re.M)
+    assert "--time=12:00:00" in head
+    assert lines == [
+        "--nodes=2 --ntasks-per-node=1 --exclusive --partition=p --gpus-per-task=8",
+        "hetjob",
+        "--nodes=4 --ntasks-per-node=1 --exclusive --partition=p",
+        "hetjob",
+        "--nodes=1 --ntasks=4 --exclusive --partition=p",
+        "hetjob",
+        "--nodes=1 --ntasks-per-node=1 --exclusive --partition=p",
+    ]
+    # Nothing else differs; and without variables nothing does.
+    original = (LAUNCH / "slurm.sbatch").read_text()
+    kept = [t for t in original.splitlines() if not t.startswith("#SBATCH")]
+    assert kept == [t for t in text.splitlines() if not t.startswith("#SBATCH")]
+    for name in sizes:
+        monkeypatch.delenv(name)
+    subprocess.run(["bash", *words], capture_output=True, check=True)
+    assert (tmp_path / "a" / "slurm.sbatch").read_text() == original
+
+
 REWARDS = ("set -euo", "#SBATCH hetjob\n#SBATCH --nodes=2 --ntasks-per-node=1\nset -euo")
 
 
@@ -679,6 +721,19 @@ def test_the_comments_of_a_jobset_add_reward_services(jobset_with_rewards, dry):
 def test_a_jobset_has_the_fields_of_its_schemas(jobset):
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     check(jobset, JOBSET, "JobSet")
+
+
+def test_the_claim_and_the_staging_job_have_the_fields_of_their_schemas():
+    claim, job = yaml.safe_load_all((LAUNCH / "gke_stage.yaml").read_text())
+    check(claim, "V1PersistentVolumeClaim", "claim")
+    check(job, "V1Job", "job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert compile(container["command"][-1], "stage", "exec")
+    # The paths that it fills are those that the JobSets read.
+    staged = set(re.findall(r"/runs/[\w.-]+", container["command"][-1]))
+    for path in JOBSETS:
+        assert claim["metadata"]["name"] in path.read_text()
+        assert staged <= set(re.findall(r"=(/runs/[\w.-]+)", path.read_text()))
 
 
 def test_a_field_that_no_schema_has_is_found(jobset):
