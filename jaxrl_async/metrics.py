@@ -64,6 +64,8 @@ METRICS: dict[str, str] = {
     "rollout/generating": "samples on servers or on their way there, mean over the workers' last report interval",
     "rollout/scoring": "samples waiting for a reward, mean over the workers' last report interval",
     "rollout/idle": "rollout workers without a permit, mean over their last report interval",
+    "rollout/kept_mean": "tokens among which one was drawn, mean over trained tokens, where rollout cuts any off",
+    "rollout/kept_bound_share": "share of trained tokens drawn from as many as rollout.max_kept, its bound",
     "learner/learning_rate": "learning rate of the step's last update",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high, on eval/num_prompts of the "

@@ -22,6 +22,7 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.names import importable
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.task import texts_of
+from jaxrl_async.types import Record
 from jaxrl_async.versions.store import WeightStore
 
 if TYPE_CHECKING:
@@ -356,14 +357,27 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
         right=getattr(task, "right", RIGHT),
         deciding=weighted.deciding(settings.task.rewards),
         temperature=settings.rollout.temperature,
-        max_sample_tokens=message_bytes_of(settings) // (TOKEN_BYTES * settings.rollout.group_size),
+        truncation=settings.rollout.truncation,
+        record=record_of(settings),
+        max_sample_tokens=message_bytes_of(settings)
+        // (bytes_a_token(settings) * settings.rollout.group_size),
     )
+
+
+def record_of(settings: Settings) -> Record:
+    """The choices of an engine that the run records of each token."""
+    return Record(max_kept=settings.rollout.max_kept if settings.rollout.truncation else 0)
 
 
 def message_bytes_of(settings: Settings) -> int:
     """Bound on a message to the queue: queue.max_message_bytes, or more where a group of whole rows is larger."""
     num_tokens = settings.rollout.group_size * settings.learner.row_tokens
-    return max(settings.queue.max_message_bytes, TOKEN_BYTES * num_tokens)
+    return max(settings.queue.max_message_bytes, bytes_a_token(settings) * num_tokens)
+
+
+def bytes_a_token(settings: Settings) -> int:
+    """Bound on the bytes of a group's message for each token, its record included."""
+    return TOKEN_BYTES + record_of(settings).token_bytes
 
 
 def never_token_ids(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -597,6 +611,7 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         decode_chunk=server.decode_chunk,
+        max_kept=record_of(settings).max_kept,
         max_queued_requests=server.max_queued_requests,
         release_cache=server.release_cache,
         base=str(base_directory(settings, workdir)) if lora.rank else "",

@@ -15,7 +15,7 @@ import itertools
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +26,7 @@ MAX_COMPONENTS = 16  # of a reward
 MAX_REWARD = 2.0**53  # Beyond it, float64 has no neighbouring whole numbers.
 MAX_ROWS = 256  # of a sample
 ROUTE_DTYPES = (np.dtype(np.uint8), np.dtype(np.uint16))  # of up to 255 experts, of more
+KEPT_COUNT_DTYPE = np.dtype("<u2")  # of the number of a token's kept ids, in messages
 FINISH_REASONS = ("stop", "length")  # a stop token, or the token budget
 _COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
@@ -61,6 +62,80 @@ class Choices:
     # int32 [T, M]: the ids, ascending and padded with −1, among which the token at t was drawn; −1 alone where none
     # was cut off, or nothing was drawn.
     kept: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """The choices that a run records of each token, by their sizes; 0 where it records none."""
+
+    num_layers: int = 0  # L
+    experts_per_token: int = 0  # K
+    num_experts: int = 0  # routes lie in [0, num_experts), where they are known
+    max_kept: int = 0  # the largest M; every sampled token has kept ids
+
+    @property
+    def route_dtype(self) -> np.dtype:
+        """Of routes: of the fewest bytes in which its maximum is no expert."""
+        return ROUTE_DTYPES[self.num_experts >= 256]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's record in a message, at most."""
+        routes = self.num_layers * self.experts_per_token * self.route_dtype.itemsize
+        return routes + (KEPT_COUNT_DTYPE.itemsize + 4 * self.max_kept if self.max_kept else 0)
+
+    def problem(self, choices: Choices, mask: np.ndarray) -> str:
+        """The fault in the sizes of sound choices of a row, in words; "" for none. Routes may be absent."""
+        routes, kept, sizes = (
+            choices.routes,
+            choices.kept,
+            (self.num_layers, self.experts_per_token),
+        )
+        if routes is not None and not self.num_layers:
+            return "routes are given, and the run records none"
+        if routes is not None and (routes.shape[1:], routes.dtype) != (sizes, self.route_dtype):
+            wanted = f"{self.route_dtype} of {sizes[0]} layers and {sizes[1]} experts a token"
+            return f"routes must be {wanted}, got {routes.dtype} {list(routes.shape)}"
+        if routes is not None and self.num_experts < np.iinfo(routes.dtype).max:
+            bad = routes[(routes >= self.num_experts) & (routes < np.iinfo(routes.dtype).max)]
+            if bad.size:
+                return f"expert {bad[0]} in routes is outside [0, {self.num_experts})"
+        if not self.max_kept:
+            return "kept ids are given, and the run cuts no token off" if kept is not None else ""
+        if kept is not None and kept.shape[1] > self.max_kept:
+            return f"kept has {kept.shape[1]} ids of a token, the run's bound is {self.max_kept}"
+        lacks = mask if kept is None else mask & (kept[:, 0] < 0)
+        if lacks.any():
+            return f"token {int(np.argmax(lacks))} was sampled, and has no kept ids"
+        return ""
+
+
+NO_RECORD = Record()
+
+
+def spread_kept(
+    num_tokens: int, parts: Iterable[tuple[int, np.ndarray | None]]
+) -> np.ndarray | None:
+    """`Choices.kept` of a row, int32 [T, M], from that of its sampled parts, each with its first token's place.
+
+    None where no part has any.
+    """
+    found = [(start, kept) for start, kept in parts if kept is not None]
+    if not found:
+        return None
+    whole = np.full((num_tokens, max(kept.shape[1] for _, kept in found)), -1, np.int32)
+    for start, kept in found:
+        whole[start : start + len(kept), : kept.shape[1]] = kept
+    return whole
+
+
+def padded_routes(routes: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+    """`Choices.routes` of a row whose first tokens have these; of the others they are not known."""
+    if routes is None or len(routes) == num_tokens:
+        return routes
+    whole = np.full((num_tokens, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
+    whole[: len(routes)] = routes
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +278,12 @@ class InvalidTrajectoryError(ValueError):
 
 
 def check_trajectory(
-    trajectory: Trajectory, *, vocab_size: int, max_tokens: int, judged: bool = True
+    trajectory: Trajectory,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    judged: bool = True,
+    record: Record | None = None,
 ) -> None:
     """Checks a trajectory where it enters: from a rollout function, and from the wire.
 
@@ -212,6 +292,7 @@ def check_trajectory(
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on the row's length T.
       judged: it must have a reward; False where one may still be None.
+      record: its choices must be of these sizes; None for any.
 
     Raises:
       InvalidTrajectoryError: names the field, the value and the bound.
@@ -246,7 +327,10 @@ def check_trajectory(
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
     if problem := component_problem(t.components):
         _refuse(problem)
-    if problem := choices_problem(t.choices, t.tokens, t.mask, vocab_size):
+    problem = choices_problem(t.choices, t.tokens, t.mask, vocab_size)
+    if not problem and record is not None:
+        problem = record.problem(t.choices, t.mask)
+    if problem:
         _refuse(problem)
     if t.turns and (problem := turns_problem(t.turns, t.prompt_length, t.mask, t.reward)):
         _refuse(problem)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "environments": {"types", "names", "rewards"},
     "rewards": {"types", "names", "rpc", "security"},
     "queue": {"types", "records", "rpc", "security"},
-    "servers": {"names", "records", "security", "versions"},
+    "servers": {"names", "records", "security", "types", "versions"},
     "versions": {"records", "sealed", "security"},
     "intake": {"records", "security", "versions"},
     "publishing": {
@@ -98,6 +98,7 @@ MAY_IMPORT["parts"] = {
     "sealed",
     "tasks",
     "tracker",
+    "types",
     "versions",
 }
 MAY_IMPORT["preflight"] = {

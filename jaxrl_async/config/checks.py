@@ -313,6 +313,13 @@ def _of_rollout(s: Settings) -> Iterator[str]:
     if rollout.overlong_buffer_tokens > rollout.max_new_tokens:
         bound, tokens = _is(s, "rollout.max_new_tokens"), rollout.overlong_buffer_tokens
         yield f"rollout.overlong_buffer_tokens must be in [0, {bound}], got {tokens}"
+    if rollout.truncation and rollout.top_k > rollout.max_kept:
+        yield f"rollout.max_kept must be ≥ {_is(s, 'rollout.top_k')}, got {rollout.max_kept}"
+    if rollout.truncation and rollout.frictions.actor_bug:
+        yield (
+            f"{_is(s, 'rollout.frictions.actor_bug')} replaces tokens after they were drawn, and must be 0 with "
+            "rollout.top_p, top_k or min_p, which train a token among those it was drawn from"
+        )
     if (rollout.function == "environment") != bool(environment.name):
         given = f"{rollout.function!r} and {environment.name!r}"
         yield f"rollout.function = 'environment' and environment.name go together, got {given}"

@@ -261,6 +261,14 @@ class Rollout:
     max_prompt_tokens: int = setting(512, "Longest prompt; longer ones are left out of the stream.", at_least=1)
     max_new_tokens: int = setting(1024, "Maximum length of a completion.", at_least=1)
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
+    top_p: float = setting(1.0, "Probability of the nucleus, the most probable tokens, that alone is sampled and "
+        "trained; 1 cuts nothing off.", above=0, at_most=1, since="0.2.0")
+    top_k: int = setting(0, "Most probable tokens that alone are sampled and trained; 0 for all.", at_least=1,
+        or_zero=True, since="0.2.0", unit="tokens")
+    min_p: float = setting(0.0, "Share of the most probable token's probability that a token needs to be sampled; 0 "
+        "cuts nothing off.", at_least=0, at_most=1, since="0.2.0")
+    max_kept: int = setting(64, "Tokens that rollout.top_p, top_k and min_p leave at most; of more the most probable "
+        "are sampled.", at_least=1, at_most=4096, unit="tokens", since="0.2.0")
     sample_padding: bool = setting(False, "Let the padding token be sampled.", since="0.1.0", before=True)
     num_workers: int = setting(1, "Rollout workers that the run starts.", at_least=1)
     max_running_groups: int = setting(128, "Groups in progress at once in each worker.", at_least=1)
@@ -283,6 +291,13 @@ class Rollout:
     delay_steps: int | str = setting("0", "Age of the servers' weights in steps, for experiments: `D`, or `uniform(D)` "
         "for a random age from 0 to D.", form=forms.delay_of)
     frictions: Frictions = Frictions()
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """The sampling parameters that cut tokens off, by SGLang's names; {} where nothing is."""
+        if self.top_p == 1 and not self.top_k and not self.min_p:
+            return {}
+        return {"top_p": self.top_p, "top_k": self.top_k or -1, "min_p": self.min_p}
 
 
 @dataclasses.dataclass(frozen=True)

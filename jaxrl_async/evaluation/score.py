@@ -94,7 +94,7 @@ async def _answers(
         try:
             generate = generate_of(number, sample)
             found = await runner.run(prompt, generate, make_rng, is_trained=False)
-            runner.check(found)
+            runner.check(found, is_trained=False)
             return runner.is_right(await runner.judge(found, prompt, pool))
         except (EvaluationError, PoolError, ServerError):
             raise

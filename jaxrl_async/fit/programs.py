@@ -308,7 +308,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         opt_bytes = 0
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
-    batch = Packer(learner).padding()
+    batch = Packer(learner, record=parts.record_of(settings)).padding()
     network = network_of(target, devices, list(mesh.devices.flat))
     for name, traced in train_step.trace(batch).items():
         resident = opt_bytes if name != "update" else base_bytes
@@ -345,6 +345,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         decode_chunk=server.decode_chunk,
+        max_kept=parts.record_of(settings).max_kept,
         device=device,
     )
     tokens = shapes.buckets[-1]

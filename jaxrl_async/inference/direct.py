@@ -59,7 +59,8 @@ class Direct:
                 del self._generating[rid]
             spans = [{"version": s.version, "start": s.start, "end": s.end} for s in found.spans]
             reason = found.finish_reason["type"]
-            return checked_completion(found.output_ids, found.logprobs, spans, reason, request)
+            done = found.output_ids, found.logprobs, spans, reason, request
+            return checked_completion(*done, kept=found.kept)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""

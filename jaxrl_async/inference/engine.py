@@ -52,7 +52,8 @@ class Completion:
 
     rid: str
     output_ids: np.ndarray  # int32 [N], the stop token included
-    logprobs: np.ndarray  # float32 [N], at the request's temperature, before top-p and top-k
+    # float32 [N], at the request's temperature, before top-p and top-k; with its max_kept after them
+    logprobs: np.ndarray
     spans: tuple[Span, ...]  # cover [0, N)
     # {"type": "stop", "matched"} | {"type": "length", "length"} | {"type": "abort", "message"}; None: it goes on
     finish_reason: dict | None
@@ -91,6 +92,8 @@ class Engine:
     decode_chunk: int  # decode steps between two checks for commands
     max_queued_requests: int  # requests that may wait beyond those in slots
     name: str  # of the thread, and in errors
+    # Bound on the ids, among which a token is drawn, that it returns to those who ask; 0: it returns none.
+    max_kept: int = 0
     release_cache: bool = False  # give the cache's memory back while no request is live
     # Of a model with adapters, the directory of its other weights. They are read with the first adapters, unless
     # `freeze` or the first update brings them.
@@ -123,7 +126,9 @@ class Engine:
         self._lengths = np.zeros(self.num_slots, np.int32)  # tokens of each slot's sequence
         shape = self.num_slots, self.max_total_tokens
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        self._slots = programs.empty_slots(self.num_slots)
+        self._slots = programs.empty_slots(self.num_slots, self.max_kept)
+        width = min(self.max_kept, self.config.vocab_size)
+        self._kept = np.full((*shape, width), -1, np.int32) if width else None
 
     def start(self) -> None:
         """Compiles every program and starts the thread; afterwards nothing is compiled but those of `score`."""
@@ -132,6 +137,7 @@ class Engine:
             num_slots=self.num_slots,
             max_total_tokens=self.max_total_tokens,
             decode_chunk=self.decode_chunk,
+            max_kept=self.max_kept,
             device=self.device,
         )
         self._programs = programs.Programs(shapes)
@@ -410,6 +416,12 @@ class Engine:
             request.sampling.check(vocab_size=vocab_size)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
+        if (wanted := request.sampling.max_kept) > self.max_kept:
+            has = f"{self.max_kept} at most" if self.max_kept else "none"
+            raise InvalidRequestError(
+                f"max_kept {wanted}: this server returns {has} of the ids that a token is drawn from; its bound is "
+                "rollout.max_kept of a config that truncates"
+            )
         new = request.sampling.max_new_tokens
         if len(ids) + new > self.max_total_tokens:
             raise InvalidRequestError(
@@ -613,6 +625,8 @@ class Engine:
         self._lengths[slot] = num_tokens
         self._tokens[slot, :num_tokens] = live.tokens
         self._logprobs[slot, prompt_length:num_tokens] = live.logprobs
+        if self._kept is not None and live.kept is not None:
+            self._kept[slot, prompt_length:num_tokens] = live.kept
         ask, slots = live.request.sampling, self._slots
         slots.tokens[slot] = live.tokens[-1]
         slots.positions[slot] = num_tokens - 1
@@ -626,6 +640,8 @@ class Engine:
         slots.draw.top_k[slot] = min(ask.top_k, self.config.vocab_size)
         slots.draw.never[slot] = -1
         slots.draw.never[slot, : len(ask.never_token_ids)] = ask.never_token_ids
+        if slots.draw.keep:
+            slots.draw.keep.most[slot], slots.draw.keep.min_p[slot] = ask.max_kept, ask.min_p
 
     def _release(self, live, *, ended=True):
         """Takes a request out of its slot, with its tokens so far, and with their routes once it has ended."""
@@ -653,6 +669,8 @@ class Engine:
         live.close_span(self._version, num_tokens)
         live.tokens = self._tokens[slot, :num_tokens].copy()
         live.logprobs = self._logprobs[slot, prompt_length:num_tokens].copy()
+        if live.request.sampling.max_kept:
+            live.kept = self._kept[slot, prompt_length:num_tokens].copy()
 
     def _decode(self):
         """One chunk for every slot; ends the requests that are complete."""
@@ -662,6 +680,8 @@ class Engine:
         at = self._lengths[slot] + step
         self._tokens[slot, at] = decoded.tokens[step, slot]
         self._logprobs[slot, at] = decoded.logprobs[step, slot]
+        if decoded.kept is not None:
+            self._kept[slot, at] = decoded.kept[step, slot]
         self._lengths += decoded.counts
         slots = self._slots
         ended = slots.active & ~decoded.active
@@ -715,6 +735,7 @@ class _Live:
         # While in a slot, the engine's arrays are newer than these.
         self.tokens = request.input_ids
         self.logprobs = np.zeros(0, np.float32)
+        self.kept = None
         self.spans = []
         self.num_retractions = 0
         self.routes = None  # of its tokens, once it has ended; the model has no experts otherwise
@@ -746,6 +767,7 @@ class _Live:
             prompt_tokens=prompt_length,
             num_retractions=self.num_retractions,
             routes=self.routes,
+            kept=self.kept,
         )
 
 

@@ -26,6 +26,7 @@ _SAMPLING_DEFAULTS = {
     "ignore_eos": False,
     "sampling_seed": None,
     "logit_bias": None,
+    "max_kept": 0,  # This server's own, and with it min_p.
 }
 _NEUTRAL = {  # field → the values that ask for nothing
     name: values
@@ -82,8 +83,8 @@ def parse_sampling(params: Any) -> sampling.SamplingParams:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
-    read = _SAMPLING_DEFAULTS.keys()
-    params = _SAMPLING_DEFAULTS | asked("sampling_params", params, read)
+    defaults = _SAMPLING_DEFAULTS | ({"min_p": 0.0} if params.get("max_kept") else {})
+    params = defaults | asked("sampling_params", params, defaults.keys())
     stop_token_ids = params["stop_token_ids"]
     if not isinstance(stop_token_ids, list):
         raise InvalidRequestError(f"stop_token_ids must be a list, got {stop_token_ids!r:.80}")
@@ -96,6 +97,8 @@ def parse_sampling(params: Any) -> sampling.SamplingParams:
         stop_token_ids=() if flag(params, "ignore_eos") else tuple(stop_token_ids),
         seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
         never_token_ids=_never(params["logit_bias"]),
+        max_kept=params["max_kept"],
+        min_p=params.get("min_p", 0.0),
     )
 
 

@@ -402,6 +402,7 @@ class _Routes:
                 "intermediate_size": engine.config.mlp_dim,
                 "lora": dataclasses.asdict(lora) if (lora := engine.config.lora) else None,
                 "max_total_tokens": engine.max_total_tokens,
+                "max_kept": engine.max_kept,
                 "context_length": engine.max_total_tokens,
                 "max_running_requests": engine.num_slots,
                 "num_slots": engine.num_slots,
@@ -436,6 +437,8 @@ class _Routes:
             "num_retractions": completion.num_retractions,
             "e2e_latency": time.monotonic() - start,
         }
+        if completion.kept is not None:
+            meta["kept_ids"] = [ids[ids >= 0].tolist() for ids in completion.kept]
         if return_logprob:
             pairs = zip(completion.logprobs.tolist(), output_ids, strict=True)
             meta["output_token_logprobs"] = [(lp, token, name(token)) for lp, token in pairs]

@@ -40,6 +40,7 @@ class Decoded(NamedTuple):
     logprobs: jax.Array  # float32 [K, S]
     counts: jax.Array  # int32 [S], new tokens of each slot, ≤ K
     active: jax.Array  # bool [S], False where a slot stopped or reached its limit
+    kept: jax.Array | None = None  # int32 [K, S, M], of an engine that returns kept ids
 
 
 class Prompts(NamedTuple):
@@ -70,9 +71,11 @@ class Shapes:
         num_slots: int,
         max_total_tokens: int,
         decode_chunk: int,
+        max_kept: int = 0,
         device: jax.Device | None = None,
     ):
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
+        self.max_kept = min(max_kept, config.vocab_size)  # M
         self.config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
         self.device = device
         self._device = device or jax.devices()[0]
@@ -97,8 +100,9 @@ class Shapes:
 
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
-        decode = functools.partial(_decode, transformer.graphdef(self.config), self._decode_chunk)
-        return self._trace(decode, empty_slots(self._num_slots))
+        static = transformer.graphdef(self.config), self._decode_chunk, self.max_kept
+        decode = functools.partial(_decode, *static)
+        return self._trace(decode, empty_slots(self._num_slots, self.max_kept))
 
     def trace_prefill(self, bucket: int) -> jax.stages.Traced:
         """The program of `Programs.prefill` for one of the buckets."""
@@ -226,8 +230,9 @@ def weights_like(config: transformer.ModelConfig, device: jax.Device | None = No
     return nnx.map_state(on_device, transformer.abstract_params(config))
 
 
-def empty_slots(num_slots: int) -> Slots:
+def empty_slots(num_slots: int, max_kept: int = 0) -> Slots:
     """S free slots, as NumPy arrays for the engine to fill in."""
+    keep = sampling.Keep(np.zeros(num_slots, np.int32), np.zeros(num_slots, np.float32))
     return Slots(
         tokens=np.zeros(num_slots, np.int32),
         positions=np.zeros(num_slots, np.int32),
@@ -240,11 +245,12 @@ def empty_slots(num_slots: int) -> Slots:
             top_p=np.ones(num_slots, np.float32),
             top_k=np.full(num_slots, -1, np.int32),
             never=np.full((num_slots, sampling.MAX_NEVER_TOKENS), -1, np.int32),
+            keep=keep if max_kept else None,
         ),
     )
 
 
-def _decode(graphdef, num_steps, params, cache, slots):
+def _decode(graphdef, num_steps, max_kept, params, cache, slots):
     """Up to num_steps tokens for every active slot; ends early when none is active."""
     model = nnx.merge(graphdef, params)
     layers = model.layers_apart() if isinstance(cache.k, tuple) else None
@@ -254,6 +260,7 @@ def _decode(graphdef, num_steps, params, cache, slots):
         logprobs=jnp.zeros((num_steps, num_slots), jnp.float32),
         counts=jnp.zeros(num_slots, jnp.int32),
         active=slots.active,
+        kept=jnp.full((num_steps, num_slots, max_kept), -1, jnp.int32) if max_kept else None,
     )
 
     def unfinished(carry):
@@ -264,7 +271,11 @@ def _decode(graphdef, num_steps, params, cache, slots):
         step, tokens, cache, decoded = carry
         positions = slots.positions + decoded.counts
         hidden, cache = model.decode(tokens, positions, cache, layers, decoded.active)
-        new, logprobs = sampling.sample(model.logits(hidden), positions + 1, slots.draw)
+        drawn = model.logits(hidden), positions + 1, slots.draw
+        if max_kept:
+            new, logprobs, kept = sampling.sample_kept(*drawn, max_kept)
+        else:
+            new, logprobs = sampling.sample(*drawn)
         active = decoded.active
         counts = decoded.counts + active
         stopped = (new[:, None] == slots.stop_tokens).any(axis=1)
@@ -274,6 +285,7 @@ def _decode(graphdef, num_steps, params, cache, slots):
             logprobs=decoded.logprobs.at[step].set(logprobs),
             counts=counts,
             active=active & ~stopped & ~full,
+            kept=decoded.kept.at[step].set(kept) if max_kept else None,
         )
         return step + 1, jnp.where(active, new, tokens), cache, decoded
 

@@ -364,6 +364,7 @@ def _step_metrics(
         "tokens/truncated_share": np.mean(cut),
         "pack/padding_share": packing.padding_share(batches),
         "pack/microbatches": len(batches),
+        **packing.kept_metrics(batches),
         # Of all learner processes; `batches` are only those of this one.
         "tokens": sum(minibatch["tokens"] for minibatch in minibatches),
     }

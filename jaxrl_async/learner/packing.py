@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_async.config.settings import Learner
 from jaxrl_async.records import Share
-from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
+from jaxrl_async.types import NO_RECORD, NOT_SAMPLED, Batch, Group, Record, Trajectory
 
 
 class Packer:
@@ -24,13 +24,15 @@ class Packer:
     groups, and fills up with padding at the end.
     """
 
-    def __init__(self, learner: Learner, *, process: int = 0):
+    def __init__(self, learner: Learner, *, process: int = 0, record: Record = NO_RECORD):
         """Starts with no waiting trajectory.
 
         Args:
           learner: microbatch_rows (over all processes), row_tokens, packing, shared_prompts and num_processes are read.
           process: index of this process, in [0, num_processes).
+          record: the choices that batches have.
         """
+        self._record = record
         self._process, self._num_processes = process, learner.num_processes
         self._own_rows = learner.microbatch_rows // learner.num_processes
         self._layout = {
@@ -79,7 +81,9 @@ class Packer:
         own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
         batches = []
         if own and count:
-            batches = _fill(own, layouts[self._process], self._own_rows, row_tokens)[:count]
+            layout = layouts[self._process]
+            whole = _fill(own, layout, self._own_rows, row_tokens, self._record)
+            batches = whole[:count]
         batches += [self.padding()] * (count - len(batches))
         for i, segments in enumerate(layouts):
             self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
@@ -87,7 +91,7 @@ class Packer:
 
     def padding(self) -> Batch:
         """A microbatch of this process without a token."""
-        return empty_batch(self._own_rows, self._layout["row_tokens"])
+        return empty_batch(self._own_rows, self._layout["row_tokens"], self._record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +134,13 @@ def _shares(rows):
     return sampled / max(sampled.sum(), 1)
 
 
-def _fill(pieces, segments, microbatch_rows, row_tokens):
+def _fill(pieces, segments, microbatch_rows, row_tokens, record):
     """Microbatches of the pieces' trajectories with a layout."""
     trajectories = [t for piece in pieces for t in piece.trajectories]
     advantages = _joined([piece.advantages for piece in pieces])
     shares = np.concatenate([piece.sample_share for piece in pieces])
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
-    whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
+    whole = empty_batch(num_microbatches * microbatch_rows, row_tokens, record)
 
     row, start, length, prefix = segments.row, segments.column, segments.length, segments.prefix
     ids = _ordinals_in_row(row, start)
@@ -153,6 +157,11 @@ def _fill(pieces, segments, microbatch_rows, row_tokens):
     turn = 0
     if advantages.shape[1] > 1:
         turn = np.concatenate([_turn_of_each_token(t) for t in trajectories])[source]
+    place = row[segment] * row_tokens + column
+    for name in ("routes", "kept"):
+        if (array := getattr(whole, name)) is not None:
+            choices = [getattr(t.choices, name) for t in trajectories]
+            _fill_choices(array, choices, segments, place)
     for array, values in (
         (whole.tokens, np.concatenate([t.tokens for t in trajectories])[source]),
         (whole.positions, position),
@@ -165,11 +174,25 @@ def _fill(pieces, segments, microbatch_rows, row_tokens):
         (whole.advantages, advantages[segments.trajectory[segment], turn]),
         (whole.sample_share, shares[segments.trajectory][segment]),
     ):
-        array.reshape(-1)[row[segment] * row_tokens + column] = values
+        array.reshape(-1)[place] = values
     return [
         whole.rows(slice(i, i + microbatch_rows))
         for i in range(0, len(whole.tokens), microbatch_rows)
     ]
+
+
+def _fill_choices(array, choices, segments, place):
+    """Writes the choices of each trajectory; where one has none, the array keeps its padding.
+
+    A shared prompt has those of the trajectory that its segment is of, its group's first.
+    """
+    flat, first = array.reshape(-1, *array.shape[2:]), 0
+    columns = (segments.trajectory, segments.begin, segments.length)
+    for trajectory, begin, length in zip(*(x.tolist() for x in columns), strict=True):
+        if (found := choices[trajectory]) is not None:
+            values = found[begin : begin + length]
+            flat[place[first : first + length], : values.shape[1]] = values
+        first += length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,9 +281,11 @@ def assign_rows(
     return assign[policy](lengths, row_tokens)
 
 
-def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
-    """A microbatch of padding, for a process with fewer rows than the others."""
+def empty_batch(microbatch_rows: int, row_tokens: int, record: Record = NO_RECORD) -> Batch:
+    """A microbatch of padding, for a process with fewer rows than the others; with the choices of a record."""
     shape = (microbatch_rows, row_tokens)
+    routes = (*shape, record.num_layers, record.experts_per_token)
+    unknown = np.iinfo(record.route_dtype).max
     return Batch(
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
@@ -272,6 +297,8 @@ def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
         token_versions=np.full(shape, NOT_SAMPLED, np.int32),
         advantages=np.zeros(shape, np.float32),
         sample_share=np.zeros(shape, np.float32),
+        routes=np.full(routes, unknown, record.route_dtype) if record.num_layers else None,
+        kept=np.full((*shape, record.max_kept), -1, np.int32) if record.max_kept else None,
     )
 
 
@@ -285,6 +312,15 @@ def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Seq
     if rest:
         raise ValueError(f"num_minibatches {num_minibatches} does not divide {len(groups)} groups")
     return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+def kept_metrics(batches: Sequence[Batch]) -> dict[str, float]:
+    """The metrics of the kept ids of sampled tokens; {} where nothing is cut off."""
+    sizes = [(b.kept[b.mask] >= 0).sum(axis=1) for b in batches if b.kept is not None]
+    if not sum(map(len, sizes)):
+        return {}
+    found, bound = np.concatenate(sizes), batches[0].kept.shape[-1]
+    return {"rollout/kept_mean": found.mean(), "rollout/kept_bound_share": (found == bound).mean()}
 
 
 def padding_share(batches: Sequence[Batch]) -> float:

@@ -598,4 +598,5 @@ def policy_logprobs(
         batch.predictor_index,
         temperature=temperature,
         chunk_tokens=head_chunk_tokens,
+        kept_BTM=batch.kept,
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_async.models import axes
+from jaxrl_async.models.kept import kept_logprobs
 
 _NEVER = -1e30  # Finite: 0 · −1e30 is 0, but 0 · −∞ is NaN.
 
@@ -22,6 +23,7 @@ def token_logprobs(
     *,
     temperature: float,
     chunk_tokens: int | None,
+    kept_BTM=None,
 ):
     """Log-prob of each token, and entropy of the distribution that predicts it.
 
@@ -35,6 +37,8 @@ def token_logprobs(
       temperature: of sampling, > 0; carries no gradient.
       chunk_tokens: bound on memory, ≥ 1: at most the logits of this many columns exist at a time on a device, and the
         backward pass recomputes them. None computes all at once and keeps them.
+      kept_BTM: int32 [B, T, M], the ids that each token was drawn from, padded with −1: the distribution is that over
+        them, and tokens without any have log-prob 0. None: that over all ids.
 
     Returns:
       logprobs float32 [B, T]; entropy float32 [B, T] in nats, without a gradient.
@@ -49,6 +53,8 @@ def token_logprobs(
     hidden_BTD = axes.constrain(hidden_BTD, axes.ROWS)  # A predictor may lie on another device.
     hidden_BTD = jnp.take_along_axis(hidden_BTD, predictor_index_BT[:, :, None], axis=1)
     hidden_BTD = axes.constrain(hidden_BTD, axes.ROWS, axes.COLUMNS)
+    if kept_BTM is not None:
+        return kept_logprobs(model, hidden_BTD, tokens_BT, kept_BTM, temperature=temperature)
     if chunk_tokens is None or chunk_tokens >= T:
         return _logprobs_and_entropy(model.logits(hidden_BTD) / temperature, tokens_BT)
     kernel, vocab_axis = model.head_kernel()

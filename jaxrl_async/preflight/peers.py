@@ -47,6 +47,7 @@ def expected_of(settings: Settings, config: Any) -> Expected:
         admin_api_key_env=settings.server.admin_api_key_env,
         adapters=adapters,
         insecure=settings.security.insecure,
+        max_kept=parts.record_of(settings).max_kept,
     )
 
 

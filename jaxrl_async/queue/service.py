@@ -45,6 +45,7 @@ from jaxrl_async.records import (
     SupersededError,
     new_run_id,
 )
+from jaxrl_async.types import NO_RECORD, Record
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,7 @@ class QueueService:
     vocab_size: int  # token ids must lie in [0, vocab_size)
     max_tokens: int  # bound on a trajectory's length
     journal: Journal | None = None  # records the events; None for memory alone
+    record: Record = NO_RECORD  # the choices that trajectories have
     clock: Callable[[], float] = time.monotonic  # seconds
 
     def __post_init__(self):
@@ -260,8 +262,13 @@ class QueueService:
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
-        bounds = {"vocab_size": self.vocab_size, "max_tokens": self.max_tokens}
-        wire.check_message(request, group_size=self.group_size, **bounds)
+        wire.check_message(
+            request,
+            group_size=self.group_size,
+            vocab_size=self.vocab_size,
+            max_tokens=self.max_tokens,
+            record=self.record,
+        )
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
         oldest, newest = wire.versions_of(request)

@@ -23,7 +23,17 @@ from jaxrl_async.records import (
     ServerRecord,
     Wait,
 )
-from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory, Turn
+from jaxrl_async.types import (
+    KEPT_COUNT_DTYPE,
+    NO_RECORD,
+    NOT_SAMPLED,
+    Choices,
+    Group,
+    InvalidTrajectoryError,
+    Record,
+    Trajectory,
+    Turn,
+)
 
 # Bounds on the messages of a peer, besides queue.max_message_bytes.
 MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
@@ -54,6 +64,7 @@ def encode_group(group: Group) -> pb.Group:
         turn_ends=[turn.end for turn in turns],
         turn_rewards=[turn.reward for turn in turns],
         num_rows=group.num_rows,
+        **_encode_choices(rows),
         **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
     )
 
@@ -67,17 +78,18 @@ def decode_group(message: pb.Group) -> Group:
     lengths = list(message.lengths)
     fields = _fields(message)
     arrays = {name: _from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS}
+    choices = _decode_choices(message, lengths)
     trajectories, start = [], 0
-    for length, of_row in zip(lengths, fields, strict=True):
+    for length, of_row, own in zip(lengths, fields, choices, strict=True):
         row = {name: array[start : start + length] for name, array in arrays.items()}
         start += length
-        trajectories.append(Trajectory(**row, **of_row))
+        trajectories.append(Trajectory(**row, **of_row, choices=own))
     return _group(message, trajectories)
 
 
 def encode_outline(message: pb.Group) -> pb.Group:
     """Drops the arrays of a group's message, for a learner process that does not train on it."""
-    arrays = {name for name, _ in _ARRAYS}
+    arrays = {name for name, _ in _ARRAYS} | {*_CHOICES}
     return pb.Group(**{f.name: value for f, value in message.ListFields() if f.name not in arrays})
 
 
@@ -95,7 +107,9 @@ def decode_outline(message: pb.Group) -> Group:
     return _group(message, rows)
 
 
-def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+def check_group(
+    group: Group, *, group_size: int, vocab_size: int, max_tokens: int, record: Record = NO_RECORD
+) -> None:
     """Checks the tokens, log-probs, versions, masks and rewards of a group that enters the queue.
 
     Args:
@@ -103,6 +117,7 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
       group_size: G, samples per group.
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on a trajectory's length.
+      record: the choices that the run records.
 
     Raises:
       InvalidTrajectoryError: names the group, the trajectory, the field, the value and the bound.
@@ -112,7 +127,8 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
         _refuse(f"{where}: a group has {group_size} samples, got {len(samples)}")
     for number, row in enumerate(group.trajectories):
         try:
-            types.check_trajectory(row, vocab_size=vocab_size, max_tokens=max_tokens)
+            bounds = {"vocab_size": vocab_size, "max_tokens": max_tokens, "record": record}
+            types.check_trajectory(row, **bounds)
         except InvalidTrajectoryError as error:
             raise InvalidTrajectoryError(f"{where}, trajectory {number}: {error}") from error
     for number, rows in enumerate(samples):
@@ -122,16 +138,32 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
             _refuse(f"{where}: sample {number} has {len(rows)} rows, and turns of its own rewards")
 
 
-def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+def check_message(
+    message: pb.Group,
+    *,
+    group_size: int,
+    vocab_size: int,
+    max_tokens: int,
+    record: Record = NO_RECORD,
+) -> None:
     """Checks a group's message like `check_group`: all trajectories at once, one by one only to name an error.
+
+    Those with choices are checked one by one.
 
     Raises:
       InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
     """
     check_outline(message, group_size=group_size, max_tokens=max_tokens)
-    if not _is_sound(message, vocab_size):
-        bounds = dict(group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens)
-        check_group(decode_group(message), **bounds)
+    counts = np.frombuffer(
+        message.kept_counts[: len(message.kept_counts) // 2 * 2], KEPT_COUNT_DTYPE
+    )
+    if (most := int(counts.max(initial=0))) > record.max_kept:  # Before memory is taken for them.
+        where = f"prompt_index {message.permit.prompt_index}"
+        _refuse(f"{where}: a token has {most} kept ids, the run's bound is {record.max_kept}")
+    has_choices = message.routes or message.kept_counts or record.max_kept
+    if has_choices or not _is_sound(message, vocab_size):
+        bounds = {"group_size": group_size, "vocab_size": vocab_size, "max_tokens": max_tokens}
+        check_group(decode_group(message), **bounds, record=record)
 
 
 def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
@@ -330,6 +362,7 @@ def decode_status(message: pb.StatusReply) -> QueueStatus:
     return QueueStatus(**values | {"roles": roles, "servers": servers, "waits": waits})
 
 
+_CHOICES = ("routes", "route_sizes", "kept_counts", "kept")
 _ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"), ("mask", "|u1"))
 
 
@@ -348,6 +381,60 @@ def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) ->
             _refuse(f"mask holds {array.max()}, its bytes must be 0 or 1")
         return array.view(np.bool_)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _encode_choices(rows: Sequence[Trajectory]) -> dict[str, Any]:
+    """The fields of the choices of all trajectories; {} without any."""
+    fields: dict[str, Any] = {}
+    if sizes := {
+        (*r.shape[1:], r.dtype.itemsize) for row in rows if (r := row.choices.routes) is not None
+    }:
+        if len(sizes) > 1:
+            _refuse(f"the routes of a group have several sizes, {sorted(sizes)}")
+        ((num_layers, num_experts, size),) = sizes
+        none = np.empty((0, num_layers, num_experts), f"<u{size}")
+        found = [row.choices.routes if row.choices.routes is not None else none for row in rows]
+        routes = [types.padded_routes(r, len(row)) for r, row in zip(found, rows, strict=True)]
+        fields = {"routes": _to_bytes(cast(Any, routes), f"<u{size}")}
+        fields["route_sizes"] = (num_layers, num_experts, size)
+    starts = itertools.accumulate(map(len, rows), initial=0)
+    parts = zip(starts, (row.choices.kept for row in rows), strict=False)
+    if (kept := types.spread_kept(sum(map(len, rows)), parts)) is not None:
+        is_id = kept >= 0
+        fields["kept_counts"] = is_id.sum(axis=1).astype(KEPT_COUNT_DTYPE).tobytes()
+        fields["kept"] = kept[is_id].astype("<i4", copy=False).tobytes()
+    return fields
+
+
+def _decode_choices(message: pb.Group, lengths: list[int]) -> list[Choices]:
+    """The choices of each trajectory."""
+    total, ends = sum(lengths), list(itertools.accumulate(lengths))
+    found: dict[str, list[np.ndarray]] = {}
+    if message.routes:
+        sizes = list(message.route_sizes)
+        if (
+            len(sizes) != 3
+            or sizes[2] not in (1, 2)
+            or math.prod(sizes) * total != len(message.routes)
+        ):
+            has = f"routes has {len(message.routes)} bytes, and route_sizes is {sizes[:4]}"
+            _refuse(f"{has}: {total} tokens have layers · experts · 1 or 2 bytes each")
+        routes = np.frombuffer(message.routes, f"<u{sizes[2]}").reshape(total, *sizes[:2])
+        found["routes"] = np.split(
+            routes.astype(routes.dtype.newbyteorder("="), copy=False), ends[:-1]
+        )
+    if message.kept_counts:
+        if len(message.kept_counts) != total * KEPT_COUNT_DTYPE.itemsize:
+            _refuse(f"kept_counts has {len(message.kept_counts)} bytes, {total} tokens need 2 each")
+        counts = np.frombuffer(message.kept_counts, KEPT_COUNT_DTYPE).astype(int)
+        if (needed := 4 * counts.sum()) != len(message.kept):
+            _refuse(f"kept has {len(message.kept)} bytes, its counts need {needed}")
+        kept = np.full((total, max(1, counts.max())), -1, np.int32)
+        kept[np.arange(kept.shape[1]) < counts[:, None]] = np.frombuffer(message.kept, "<i4")
+        found["kept"] = np.split(kept, ends[:-1])
+    elif message.kept:
+        _refuse(f"kept has {len(message.kept)} bytes, and there are no kept_counts")
+    return [Choices(**{name: rows[i] for name, rows in found.items()}) for i in range(len(lengths))]
 
 
 def _is_sound(message: pb.Group, vocab_size: int) -> bool:

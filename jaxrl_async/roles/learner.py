@@ -402,7 +402,9 @@ class _Process:
                 state,
                 first_step=version + 1,
                 settings=settings,
-                pack=Packer(settings.learner, process=self.process),
+                pack=Packer(
+                    settings.learner, process=self.process, record=parts.record_of(settings)
+                ),
                 queue=queue,
                 publisher=publisher,
                 save=save,

@@ -6,7 +6,7 @@ import pathlib
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.parts import message_bytes_of, tokenizer_of, vocab_size_of
+from jaxrl_async.parts import message_bytes_of, record_of, tokenizer_of, vocab_size_of
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import Journal
@@ -63,4 +63,5 @@ def service_of(settings: Settings, workdir: pathlib.Path) -> service.QueueServic
         vocab_size=vocab_size_of(settings, tokenizer_of(settings, workdir)),
         max_tokens=settings.learner.row_tokens,
         journal=journal,
+        record=record_of(settings),
     )

@@ -95,7 +95,9 @@ async def work(
                 "temperature": rollout.temperature,
                 "stop_token_ids": list(tokenizer.stop_token_ids),
             }
-            | runner.bias,
+            | runner.bias
+            | runner.truncation
+            | ({"max_kept": rollout.max_kept} if runner.truncation else {}),
             run_seed=settings.seed,
             request_timeout_secs=rollout.request_timeout_secs,
             max_retries=rollout.max_retries,

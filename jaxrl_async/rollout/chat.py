@@ -92,12 +92,12 @@ class Choice:
     logprobs: np.ndarray  # float32 [N]
 
 
-def read_call(body: Any, *, temperature: float, is_trained: bool) -> Call:
+def read_call(body: Any, *, run: Mapping[str, Any], is_trained: bool) -> Call:
     """Checks the body of a request.
 
     Args:
       body: JSON.
-      temperature: the run's.
+      run: the run's temperature and what it cuts off, by SGLang's names.
       is_trained: whether a call must sample as the run does.
 
     Raises:
@@ -108,7 +108,7 @@ def read_call(body: Any, *, temperature: float, is_trained: bool) -> Call:
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() - _IGNORED - _FIXED.keys() - _READ:
         raise RefusedError(f"{name!r:.80} is not supported, got {given[name]!r:.80}", param=name)
-    fixed = _FIXED | {"temperature": temperature}
+    fixed = {**_FIXED, **run}
     others = {name: given[name] for name in fixed if name in given and given[name] != fixed[name]}
     for name, value in others.items():
         if is_trained or name not in (*SHAPING, "temperature"):

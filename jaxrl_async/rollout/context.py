@@ -18,7 +18,16 @@ from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.rollout.parameters import checked
 from jaxrl_async.rollout.rows import Rows
 from jaxrl_async.servers.port import Completion, ServerError
-from jaxrl_async.types import NOT_SAMPLED, Prompt, Sample, Trajectory, Turn
+from jaxrl_async.types import (
+    NOT_SAMPLED,
+    Choices,
+    Prompt,
+    Sample,
+    Trajectory,
+    Turn,
+    padded_routes,
+    spread_kept,
+)
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
 Generate = Callable[..., Awaitable[Completion]]
@@ -60,6 +69,7 @@ class Context:
         temperature: float = 1.0,
         is_trained: bool = True,
         max_sample_tokens: float = math.inf,
+        truncation: Mapping[str, Any] = MappingProxyType({}),
     ):
         """Samples nothing yet.
 
@@ -68,9 +78,11 @@ class Context:
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
           make_rng: makes the generator of this sample, and of nothing else.
           is_trained: whether the sample is trained: no call may sample it otherwise than the run does.
+          truncation: what the run cuts off, `settings.Rollout.truncation`.
           others: as of `runner.Runner`.
         """
         self._make_rng = make_rng
+        self.shaping = {"temperature": temperature, **truncation}
         self.temperature, self.is_trained = temperature, is_trained
         self.max_sample_tokens = max_sample_tokens
         self._encode_chat = encode_chat
@@ -134,7 +146,7 @@ class Context:
             raise ValueError(
                 f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
             )
-        sampling = checked(sampling, temperature=self.temperature, is_trained=self.is_trained)
+        sampling = checked(sampling, run=self.shaping, is_trained=self.is_trained)
         taken = None if "sampling_seed" in sampling else self._rows.take(ids)
         seed = taken.seed if taken else sampling.pop("sampling_seed")
         if seed is not None:
@@ -206,6 +218,8 @@ class TrajectoryBuilder:
         self._logprobs = [0.0] * self._prompt_length
         self._versions = [NOT_SAMPLED] * self._prompt_length
         self._finish_reason = "stop"
+        self._kept: list[tuple[int, np.ndarray | None]] = []
+        self._routes: np.ndarray | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -215,7 +229,7 @@ class TrajectoryBuilder:
     def copy(self) -> "TrajectoryBuilder":
         """A row that goes on by itself."""
         other = copy.copy(self)
-        for name in ("_tokens", "_logprobs", "_versions"):
+        for name in ("_tokens", "_logprobs", "_versions", "_kept"):
             setattr(other, name, list(getattr(self, name)))
         return other
 
@@ -224,11 +238,18 @@ class TrajectoryBuilder:
         return TrajectoryBuilder(Prompt(0, np.array(self._tokens, np.int32), "", ""))
 
     def extend(self, completion: Completion) -> None:
-        """Adds sampled tokens; their finish_reason becomes the row's."""
+        """Adds sampled tokens; their finish_reason becomes the row's.
+
+        Their request computed the row before them anew: its routes take the place of earlier ones.
+        """
+        self._kept.append((len(self._tokens), completion.kept))
         self._tokens += completion.tokens.tolist()
         self._logprobs += completion.logprobs.tolist()
         self._versions += completion.versions.tolist()
         self._finish_reason = completion.finish_reason
+        routes = completion.routes  # Of another row, where the function sampled after other tokens.
+        is_own = routes is not None and len(routes) == len(self._tokens)
+        self._routes = routes if is_own else None
 
     def append(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Adds tokens that were not sampled, such as a tool's output. They are read by the policy and never trained."""
@@ -264,6 +285,10 @@ class TrajectoryBuilder:
             finish_reason=finish_reason or self._finish_reason,
             components=dict(components),
             turns=tuple(turns),
+            choices=Choices(
+                routes=padded_routes(self._routes, len(versions)),
+                kept=spread_kept(len(versions), self._kept),
+            ),
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async.types import Trajectory
+from jaxrl_async.types import Choices, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,7 @@ def actor_bug(
             row,
             tokens=np.where(row.mask, np.int32(zero_id), row.tokens),
             logprobs=np.where(row.mask, np.float32(0), row.logprobs),
+            choices=Choices(),
         )
         for row in rows
     )

@@ -15,18 +15,20 @@ SHAPING: dict[str, Any] = NEUTRAL | {"logit_bias": {}, "min_new_tokens": 0}
 SHAPING |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
 
-def checked(given: Mapping[str, Any], *, temperature: float, is_trained: bool) -> dict[str, Any]:
+def checked(
+    given: Mapping[str, Any], *, run: Mapping[str, Any], is_trained: bool
+) -> dict[str, Any]:
     """The parameters of a call, without those that are the run's anyway.
 
     Args:
       given: by the rollout function.
-      temperature: the run's.
+      run: the run's temperature and what it cuts off, by SGLang's names.
       is_trained: whether the sample is; another may be sampled in any way.
 
     Raises:
       ValueError: unknown, or of another distribution than the one that is trained; names the parameter and the value.
     """
-    run = SHAPING | {"temperature": temperature}
+    run = {**SHAPING, **run}
     if unknown := sorted(given.keys() - FREE - run.keys()):
         known = ", ".join(sorted(FREE | run.keys()))
         raise ValueError(f"no sampling parameter {unknown[0]!r:.80} (known: {known})")

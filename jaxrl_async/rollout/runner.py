@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import (
     MAX_ROWS,
     NEVER_BIAS,
+    NO_RECORD,
     InvalidTrajectoryError,
     Prompt,
+    Record,
     Sample,
     Trajectory,
     check_trajectory,
@@ -59,6 +61,8 @@ class Runner:
     right: float = RIGHT  # the least reward of a right answer, in evaluations
     deciding: tuple[str, ...] = ()  # components that say so in the reward's place
     temperature: float = 1.0  # of the run
+    truncation: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # `Rollout.truncation`
+    record: Record = NO_RECORD  # of trained samples
     # Of all rows of an agent's session, so that its group fits in a message.
     max_sample_tokens: float = math.inf
 
@@ -95,6 +99,7 @@ class Runner:
             encode_reply=self.encode_reply,
             encode_chat=self.encode_chat,
             temperature=self.temperature,
+            truncation=self.truncation,
             is_trained=is_trained,
             max_sample_tokens=self.max_sample_tokens,
         )
@@ -129,8 +134,8 @@ class Runner:
             raise RolloutError("agent_error", text, CodeError("prompts of sessions", text))
         return tuple(dataclasses.replace(row, prompt_length=length) for row in rows)
 
-    def check(self, sample: Trajectory | Sample) -> None:
-        """Checks what a rollout function made, before it is judged.
+    def check(self, sample: Trajectory | Sample, *, is_trained: bool = True) -> None:
+        """Checks what a rollout function made, before it is judged; of one that is trained, its record too.
 
         Raises:
           InvalidTrajectoryError: names the field, the value and the bound.
@@ -146,12 +151,11 @@ class Runner:
             text = "must have no turns with rewards of their own"
             raise InvalidTrajectoryError(f"a sample of several rows {text}, got {len(rows)} rows")
         for row in rows:
-            self._check_row(row)
+            self._check_row(row, self.record if is_trained else None)
 
-    def _check_row(self, trajectory: Trajectory) -> None:
-        check_trajectory(
-            trajectory, vocab_size=self.vocab_size, max_tokens=self.max_tokens, judged=False
-        )
+    def _check_row(self, trajectory: Trajectory, record: Record | None) -> None:
+        bounds = {"vocab_size": self.vocab_size, "max_tokens": self.max_tokens, "record": record}
+        check_trajectory(trajectory, judged=False, **bounds)
         sampled = set(trajectory.tokens[trajectory.mask].tolist())
         for token in sampled.intersection(self.never_token_ids):
             raise InvalidTrajectoryError(

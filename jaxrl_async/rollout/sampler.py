@@ -32,7 +32,7 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
     seed_of,
 )
-from jaxrl_async.types import NEVER_BIAS
+from jaxrl_async.types import NEVER_BIAS, spread_kept
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -341,8 +341,7 @@ def _before(part: Completion, ruled_out: list[int]) -> Completion:
     found = np.flatnonzero(np.isin(part.tokens, ruled_out))
     if not found.size:
         return part
-    kept = slice(found[0])
-    return Completion(part.tokens[kept], part.logprobs[kept], part.versions[kept], "abort")
+    return part.cut(int(found[0]), "abort")
 
 
 def _permit_prefix(permit: Permit) -> str:
@@ -354,10 +353,18 @@ def _sample_prefix(permit: Permit, sample: int) -> str:
 
 
 def _join(parts: list[Completion], finish_reason: str) -> Completion:
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts])
+    """The completion of requests each of which continued the one before.
 
-    return Completion(joined("tokens"), joined("logprobs"), joined("versions"), finish_reason)
+    The last one computed the tokens of all others anew, and has the routes of all.
+    """
+    arrays = (
+        [getattr(part, name) for part in parts] for name in ("tokens", "logprobs", "versions")
+    )
+    tokens, logprobs, versions = map(np.concatenate, arrays)
+    starts = itertools.accumulate((len(part.tokens) for part in parts), initial=0)
+    kept = spread_kept(len(tokens), zip(starts, (part.kept for part in parts), strict=False))
+    routes = parts[-1].routes
+    return Completion(tokens, logprobs, versions, finish_reason, routes=routes, kept=kept)
 
 
 _MAX_REDRAWS = 32  # of one token

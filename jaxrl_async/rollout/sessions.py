@@ -94,7 +94,7 @@ class Session:
         """
         self._check()
         context = self.context
-        call = chat.read_call(body, temperature=context.temperature, is_trained=context.is_trained)
+        call = chat.read_call(body, run=context.shaping, is_trained=context.is_trained)
         if call.n > 1 and self.agent_rows == "one":
             text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
             raise RefusedError(text, param="n")
@@ -423,8 +423,7 @@ class _Answer:
         end = self._end(tokens, before)
         kept = completion
         if end is not None:
-            c, cut = completion, end - before
-            kept = Completion(c.tokens[:cut], c.logprobs[:cut], c.versions[:cut], "stop")
+            kept = completion.cut(end - before, "stop")
         self.tokens = tokens[:end]
         self.logprobs += kept.logprobs.tolist()
         self.finish_reason = kept.finish_reason

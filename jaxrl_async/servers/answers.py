@@ -16,6 +16,7 @@ from jaxrl_async.servers.port import NonsenseError
 MAX_BYTES = 16 << 20
 # Of an answer with tokens: in all, and more for each that was asked for.
 _BASE_BYTES, _TOKEN_BYTES = 1 << 20, 1 << 10
+_ID_BYTES = 12  # of a kept id
 _REASON_CHARS = 400
 _VALUES = reprlib.Repr()
 _VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother = 3, 80, 80
@@ -39,7 +40,8 @@ class LongAnswerError(ValueError):
 def max_bytes(sampling_params: Mapping[str, Any]) -> int:
     """The bound on an answer with the tokens that these parameters of a request allow."""
     num_tokens = sampling_params.get("max_new_tokens")
-    return _BASE_BYTES + _TOKEN_BYTES * (num_tokens if isinstance(num_tokens, int) else 0)
+    of_token = _TOKEN_BYTES + _ID_BYTES * sampling_params.get("max_kept", 0)
+    return _BASE_BYTES + of_token * (num_tokens if isinstance(num_tokens, int) else 0)
 
 
 async def read(response: aiohttp.ClientResponse, bound: int = MAX_BYTES) -> bytes:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxrl_async.servers.answers import shown
 from jaxrl_async.servers.port import ANYTHING, Completion, ForeignWeightsError, Request
+from jaxrl_async.types import NEVER_BIAS
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 MIN_LOGPROB = (
@@ -46,7 +47,8 @@ def read_completion(
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
     logprobs = [triple[0] for triple in triples]
     spans = meta.get("weight_versions") or []
-    return checked_completion(output_ids, logprobs, spans, finish_reason, request, adapter)
+    done = output_ids, logprobs, spans, finish_reason, request, adapter
+    return checked_completion(*done, kept=meta.get("kept_ids"))
 
 
 def checked_completion(
@@ -56,6 +58,7 @@ def checked_completion(
     finish_reason: str,
     request: Request = ANYTHING,
     adapter: str | None = None,
+    kept: Sequence[Sequence[int]] | np.ndarray | None = None,
 ) -> Completion:
     """The arrays of one completion, N tokens. Every value is checked, also its type: a server may answer anything.
 
@@ -66,6 +69,8 @@ def checked_completion(
       finish_reason: "stop" | "length" | "abort".
       request: what was asked for.
       adapter: the name of the weights that sampled all tokens, in place of spans.
+      kept: the ids that each token was drawn from, where the request has max_kept, which bounds their number: lists,
+        or int32 [N, M] padded with −1.
 
     Raises:
       ForeignWeightsError: others than the request's run have sampled.
@@ -90,7 +95,10 @@ def checked_completion(
         spans = [{"version": adapter, "start": 0, "end": count}]
     run_id = "" if request.any_weights else request.run_id
     versions = _read_versions(spans, count, run_id)
-    return Completion(ids, _read_logprobs(logprobs, count), versions, finish_reason)
+    read = _read_logprobs(logprobs, count)
+    if most := request.sampling_params.get("max_kept", 0):
+        kept = _read_kept(kept, ids, most, request)
+    return Completion(ids, read, versions, finish_reason, kept=kept if most else None)
 
 
 def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> list[int]:
@@ -115,6 +123,32 @@ def _read_logprobs(values: Any, count: int) -> np.ndarray:
             f"log-prob {logprobs[is_bad][0]} is not finite and in [{MIN_LOGPROB:g}, 0]"
         )
     return np.minimum(logprobs, 0).astype(np.float32)
+
+
+def _read_kept(values: Any, ids: np.ndarray, most: int, request: Request) -> np.ndarray:
+    """int32 [N, M], ascending and padded with −1, of the ids that each of N tokens was drawn from.
+
+    Those that logit_bias rules out are left out, whose probability a server may have made small instead of 0.
+    """
+    if values is None:
+        raise ValueError("no kept ids, and the request has a max_kept")
+    if len(values) != len(ids):
+        raise ValueError(f"{len(ids)} tokens, but kept ids of {len(values)}")
+    if isinstance(values, np.ndarray):  # of an engine in this process
+        return values[:, : int((values >= 0).sum(axis=1).max())]
+    bias = request.sampling_params.get("logit_bias") or {}
+    ruled_out = {int(token) for token, value in bias.items() if value <= NEVER_BIAS}
+    sets = []
+    for token, found in zip(ids.tolist(), values, strict=False):
+        integers("kept ids", found, end=request.vocab_size)
+        if len(found) > most or len(set(found)) < len(found) or token not in found:
+            bound = f"up to {most} distinct ids with its token {token}"
+            raise ValueError(f"kept ids {shown(found)} must be {bound}")
+        sets.append(sorted(set(found) - (ruled_out - {token})))
+    kept = np.full((len(sets), max(map(len, sets))), -1, np.int32)
+    for row, found in zip(kept, sets, strict=True):
+        row[: len(found)] = found
+    return kept
 
 
 def _read_versions(spans: Any, count: int, run_id: str) -> np.ndarray:

@@ -79,7 +79,8 @@ class Request:
     rid: str  # fixed width, since servers abort by prefix
     # below the vocabulary size: an id beyond it kills an SGLang server
     input_ids: Sequence[int] | np.ndarray
-    # SGLang's names: max_new_tokens, temperature, stop_token_ids, sampling_seed, and those of NEUTRAL.
+    # SGLang's names: max_new_tokens, temperature, stop_token_ids, sampling_seed, and those of NEUTRAL. max_kept is this
+    # project's: the ids that each token was drawn from are wanted, this many at most.
     sampling_params: Mapping[str, Any]
     run_id: str = ""  # the run whose weights may sample; "" for any
     adapters: bool = False  # the versions are adapters
@@ -109,6 +110,17 @@ class Completion:
     routes: np.ndarray | None = None
     kept: np.ndarray | None = None
 
+    def cut(self, num_tokens: int, finish_reason: str) -> "Completion":
+        """Its first tokens alone."""
+        end, kept, routes = num_tokens - len(self.tokens), self.kept, self.routes
+        arrays = (x[:num_tokens] for x in (self.tokens, self.logprobs, self.versions))
+        return Completion(
+            *arrays,
+            finish_reason,
+            routes=routes[: len(routes) + end] if routes is not None else None,
+            kept=kept[:num_tokens] if kept is not None else None,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Adapters:
@@ -133,6 +145,7 @@ class Expected:
     admin_api_key_env: str  # server.admin_api_key_env, for messages
     adapters: Adapters | None = None  # of a run that trains them
     insecure: bool = False  # security.insecure
+    max_kept: int = 0  # rollout.max_kept of a run that cuts tokens off
 
 
 @dataclasses.dataclass(frozen=True)

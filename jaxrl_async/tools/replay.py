@@ -133,7 +133,7 @@ def replay(
             first_step=first + 1,
             settings=replayed,
             train_step=train_step,
-            pack=Packer(settings.learner, process=0),
+            pack=Packer(settings.learner, process=0, record=parts.record_of(settings)),
             queue=ReplayQueue(reader),
             publisher=_Nobody(),
             save=save,

@@ -387,6 +387,14 @@ def test_a_value_of_another_type_is_refused():
             ["--config.server.addresses=('http://a:1','http://a:1')"],
             r"server.addresses .*twice.*http://a:1",
         ),
+        (
+            ["--config.rollout.top_k=65"],
+            r"rollout.max_kept must be ≥ rollout.top_k = 65, got 64",
+        ),
+        (
+            ["--config.rollout.top_p=0.9", "--config.rollout.frictions.actor_bug=0.5"],
+            r"actor_bug = 0.5 replaces tokens .* 0 with rollout.top_p, top_k or min_p",
+        ),
         (["--config.server.command=serve {modelpath}"], r"server.command .*{modelpath}.*{model_path}, {host}"),
         (["--config.server.command=serve {}"], r"server.command .*{}"),
         (["--config.server.command=serve {port"], r"server.command 'serve {port'.*'}'"),

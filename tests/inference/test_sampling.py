@@ -155,6 +155,48 @@ def test_a_neighbour_that_truncates_changes_nothing():
     np.testing.assert_array_equal(alone[1][1::2], beside[1][1::2])
 
 
+def sample_kept(logits, *, most, min_p=0.0, **settings):
+    num = len(logits)
+    keep = sampling.Keep(jnp.broadcast_to(jnp.asarray(most), num), jnp.full(num, min_p))
+    settings = draw(num, **settings)._replace(keep=keep)
+    draw_all = jax.jit(sampling.sample_kept, static_argnums=3)
+    return map(np.asarray, draw_all(logits, jnp.zeros(num, jnp.int32), settings, 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"top_k": 2}, [1, 2, -1]),
+        ({"top_p": 0.4}, [1, -1, -1]),
+        ({"top_p": 0.6, "temperature": 0.9}, [1, 2, -1]),
+        ({"top_p": 0.9}, [0, 1, 2]),  # 3 would be left too, beyond the bound
+        ({"min_p": 0.5}, [1, 2, -1]),
+        ({"min_p": 0.6}, [1, -1, -1]),
+        ({"top_k": 2, "never": [1]}, [0, 2, -1]),
+    ],
+)
+def test_kept_tokens_are_drawn_as_their_renormalised_probabilities_say(settings, kept):
+    tokens, logprobs, found = sample_kept(rows(4096), most=3, **settings)
+    np.testing.assert_array_equal(found, np.tile(kept, (4096, 1)))
+    ids = [i for i in kept if i >= 0]
+    expected = jax.nn.log_softmax(LOGITS[jnp.array(ids)] / settings.get("temperature", 1.0))
+    places = np.searchsorted(ids, tokens)
+    np.testing.assert_allclose(logprobs, np.asarray(expected)[places], atol=1e-6)
+    assert set(tokens.tolist()) == set(ids)
+    if len(ids) > 1:
+        assert chi_square(places, np.exp(expected)) < 16.3
+
+
+def test_a_slot_that_asks_for_no_kept_ids_has_its_token_and_logprob_of_the_whole_distribution():
+    logits = jax.random.normal(jax.random.key(1), (128, 33))
+    most = jnp.tile(jnp.array([0, 2]), 64)
+    tokens, logprobs, kept = sample_kept(logits, most=most, top_p=0.7)
+    plain_tokens, plain_logprobs = sample(logits, top_p=0.7)
+    np.testing.assert_array_equal(tokens[::2], plain_tokens[::2])
+    np.testing.assert_array_equal(logprobs[::2], plain_logprobs[::2])
+    assert (kept[::2] == -1).all() and (kept[1::2, 0] >= 0).all() and (kept[:, 2] == -1).all()
+
+
 def test_rounding_never_costs_a_row_that_does_not_truncate_its_tail():
     logprobs = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (4, 100_000)))
     probs = jnp.exp(-jnp.sort(-logprobs, axis=1))
@@ -181,6 +223,9 @@ def test_rounding_never_costs_a_row_that_does_not_truncate_its_tail():
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be an integer .* got 'a'"),
         ({"stop_token_ids": (1,) * 9}, "9 stop_token_ids exceed the 8 allowed"),
         ({"never_token_ids": (10,)}, r"never_token_ids must be an integer in \[0, 9\], got 10"),
+        ({"max_kept": -1}, r"max_kept must be an integer in \[0, ∞\), got -1"),
+        ({"max_kept": True}, "max_kept must be an integer .* got True"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1.5"),
         ({"never_token_ids": (1,) * 5}, "5 never_token_ids exceed the 4 allowed"),
     ],
 )

@@ -11,7 +11,7 @@ from jaxrl_async.config.settings import PACKINGS, Learner
 from jaxrl_async.learner import packing
 from jaxrl_async.queue import wire
 from jaxrl_async.records import Share
-from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory, Turn
+from jaxrl_async.types import NOT_SAMPLED, Choices, Group, Record, Trajectory, Turn
 
 each_policy = pytest.mark.parametrize("policy", PACKINGS)
 
@@ -92,6 +92,34 @@ def test_arrays_have_the_dtypes_of_the_vocabulary():
         "advantages": np.float32,
         "sample_share": np.float32,
     }
+
+
+@pytest.mark.parametrize("shared_prompts", [False, True])
+def test_choices_lie_with_their_tokens_and_a_shared_prompt_has_those_of_the_first(shared_prompts):
+    record = Record(num_layers=2, experts_per_token=1, num_experts=200, max_kept=3)
+    rows = [trajectory(4, 2, first_token=1), trajectory(3, 2, first_token=1), trajectory(2)]
+    for number, row in enumerate(rows[:2]):
+        routes = np.arange(len(row) * 2, dtype=np.uint8).reshape(-1, 2, 1) + 100 * number
+        kept = np.where(row.mask, row.tokens, -1).astype(np.int32)[:, None]
+        choices = Choices(routes=routes, kept=kept)
+        rows[number] = dataclasses.replace(row, choices=choices)
+    learner = Learner(microbatch_rows=1, row_tokens=10, shared_prompts=shared_prompts)
+    packer = packing.Packer(learner, record=record)
+    groups = [Group(0, 0, tuple(rows[:2])), Group(1, 0, (rows[2],))]
+    (batch,) = packer(groups, [np.ones(2, np.float32), np.ones(1, np.float32)], last=True)
+    first, second = rows[0].choices.routes[:, :, 0].tolist(), rows[1].choices.routes[:, :, 0]
+    expected = first + (second[2:] if shared_prompts else second).tolist()
+    none = [[255, 255]] * (10 - len(expected))
+    np.testing.assert_array_equal(batch.routes[0, :, :, 0], expected + none)
+    sampled = batch.kept[0][batch.mask[0]]
+    assert sampled[:, 0].tolist() == [3, 4, 3, -1] and (sampled[:, 1:] == -1).all()
+    assert (batch.kept[0][~batch.mask[0]] == -1).all()
+    padding = packer.padding()
+    assert padding.routes.shape == (1, 10, 2, 1) and (padding.routes == 255).all()
+    assert padding.kept.shape == (1, 10, 3) and (padding.kept == -1).all()
+    found = packing.kept_metrics([batch])
+    assert found == {"rollout/kept_mean": 0.75, "rollout/kept_bound_share": 0}
+    assert packing.kept_metrics([packing.empty_batch(1, 4)]) == {}
 
 
 def test_in_order_is_next_fit():

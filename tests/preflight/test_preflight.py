@@ -231,3 +231,8 @@ def test_a_learner_with_a_wrong_key_ends_at_once_and_says_so(server, run, monkey
     assert "Traceback" not in output
     for word in (server.address, "THE_KEY (server.api_key_env) is not its --api-key"):
         assert word in output
+
+
+async def test_a_server_that_gives_no_kept_ids_is_refused_where_the_run_cuts_tokens_off(server):
+    words = ("none of the ids that a token was drawn from", "rollout.top_p", "max_kept = 8")
+    await refused(server, *words, expected=dataclasses.replace(EXPECTED, max_kept=8))

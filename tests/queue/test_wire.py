@@ -24,7 +24,14 @@ from jaxrl_async.records import (
     ServerRecord,
     Wait,
 )
-from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory, Turn
+from jaxrl_async.types import (
+    Choices,
+    Group,
+    InvalidTrajectoryError,
+    Record,
+    Trajectory,
+    Turn,
+)
 
 BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
 
@@ -85,6 +92,92 @@ def test_turns_are_decoded_as_they_were_encoded_also_in_an_outline():
     decoded = (check(message), wire.decode_outline(wire.encode_outline(message)))
     for found in decoded:
         assert tuple(t.turns for t in found.trajectories) == turns
+
+
+RECORD = Record(num_layers=3, experts_per_token=2, num_experts=8, max_kept=2)
+
+
+def with_choices(changes=(), record=RECORD) -> Group:
+    """Both rows have kept ids, the first routes."""
+    first, second = trajectory(), trajectory(completion=(6,))
+    routes = np.arange(5 * 3 * 2).reshape(5, 3, 2).astype(record.route_dtype) % 8
+    routes[-1] = np.iinfo(routes.dtype).max
+    kept = np.array([[-1, -1], [-1, -1], [3, 9], [4, -1], [0, 5]], np.int32)
+    rows = [
+        dataclasses.replace(
+            first, choices=Choices(**{"routes": routes, "kept": kept} | dict(changes))
+        ),
+        dataclasses.replace(second, choices=Choices(kept=np.array([[-1], [-1], [6]], np.int32))),
+    ]
+    return Group(5, 0, tuple(rows))
+
+
+@pytest.mark.parametrize("record", [RECORD, dataclasses.replace(RECORD, num_experts=300)])
+def test_choices_are_decoded_as_they_were_encoded_and_an_outline_has_none(record):
+    sent = with_choices(record=record)
+    message = pb.Group.FromString(wire.encode_group(sent).SerializeToString())
+    wire.check_message(message, **BOUNDS, record=record)
+    found, expected = wire.decode_group(message), sent.trajectories
+    for row, was in zip(found.trajectories, expected, strict=True):
+        width = was.choices.kept.shape[1]
+        np.testing.assert_array_equal(row.choices.kept[:, :width], was.choices.kept)
+        assert (row.choices.kept[:, width:] == -1).all() and row.choices.kept.dtype == np.int32
+    routes = [row.choices.routes for row in found.trajectories]
+    np.testing.assert_array_equal(routes[0], expected[0].choices.routes)
+    assert routes[0].dtype == record.route_dtype
+    assert (routes[1] == np.iinfo(record.route_dtype).max).all(), "not known"
+    outline = wire.encode_outline(message)
+    assert not (outline.routes or outline.kept_counts or outline.kept or outline.route_sizes)
+    assert all(row.choices == Choices() for row in wire.decode_outline(outline).trajectories)
+    most = record.token_bytes + parts.TOKEN_BYTES
+    assert len(message.SerializeToString()) < most * 8 + 64
+
+
+def test_a_group_without_choices_has_no_byte_for_them():
+    assert not {f.number for f, _ in wire.encode_group(group()).ListFields()} & {16, 17, 18, 19}
+
+
+@pytest.mark.parametrize(
+    ("changes", "record", "words"),
+    [
+        ({}, Record(), "has 2 kept ids, the run's bound is 0"),
+        ({"kept": None}, Record(max_kept=2), "routes are given, and the run records none"),
+        ({}, dataclasses.replace(RECORD, max_kept=1), "a token has 2 kept ids, the run's bound is 1"),
+        ({"kept": None}, RECORD, "trajectory 0: token 2 was sampled, and has no kept ids"),
+        ({}, dataclasses.replace(RECORD, num_layers=4), "routes must be uint8 of 4 layers and 2 experts"),
+        ({}, dataclasses.replace(RECORD, experts_per_token=1), "of 3 layers and 1 experts a token, got"),
+        ({}, dataclasses.replace(RECORD, num_experts=300), "routes must be uint16 .* got uint8"),
+        ({}, dataclasses.replace(RECORD, num_experts=7), r"expert 7 in routes is outside \[0, 7\)"),
+    ],
+)  # fmt: skip
+def test_choices_of_another_run_are_refused_by_name(changes, record, words):
+    message = wire.encode_group(with_choices(changes))
+    with pytest.raises(InvalidTrajectoryError, match=words):
+        wire.check_message(message, **BOUNDS, record=record)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"routes": b"123"}, "routes has 3 bytes, and route_sizes is .* 8 tokens"),
+        ({"route_sizes": [3, 2, 4]}, r"route_sizes is \[3, 2, 4\]"),
+        ({"route_sizes": [3]}, r"route_sizes is \[3\]"),
+        ({"kept_counts": b"\0" * 5}, "kept_counts has 5 bytes, 8 tokens need 2 each"),
+        ({"kept": b"1234"}, "kept has 4 bytes, its counts need 24"),
+        ({"kept_counts": b""}, "kept has 24 bytes, and there are no kept_counts"),
+        ({"kept_counts": b"\xff" * 16}, "a token has 65535 kept ids, the run's bound is 2"),
+    ],
+)
+def test_choices_of_another_size_are_refused(fields, words):
+    message = wire.encode_group(with_choices())
+    for name, value in fields.items():
+        message.ClearField(name)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    with pytest.raises(InvalidTrajectoryError, match=words):
+        wire.check_message(message, **BOUNDS, record=RECORD)
 
 
 def several_rows() -> Group:

@@ -18,7 +18,7 @@ from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.tokenizer import completion_text
-from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
+from jaxrl_async.types import Choices, InvalidTrajectoryError, Prompt, check_trajectory
 
 PROMPT = Prompt(0, np.array([2, 3], np.int32), "", "")
 SEEDS = [156735756, 1770521436, 513176933]  # of the rows that begin after the first one, by `rng`
@@ -49,6 +49,36 @@ def context_of(generate, **changes):
     arguments = {"max_new_tokens": 8, "max_row_tokens": 100, "make_rng": rng, "vocab_size": 14}
     tokenizer = {"encode": TOKENIZER.encode, "decode": TOKENIZER.decode}
     return Context(generate, **tokenizer | arguments | changes)
+
+
+def with_choices(ids, row_length, mark, width):
+    """A completion whose request computed the whole row with these routes, each of two layers."""
+    routes = np.full((row_length, 2, 1), mark, np.uint8)
+    kept = np.full((len(ids), width), -1, np.int32)
+    kept[:, 0] = ids
+    return dataclasses.replace(completion(ids), routes=routes, kept=kept)
+
+
+def test_the_routes_of_a_later_turn_replace_those_before_and_tool_output_has_no_kept_ids():
+    row = TrajectoryBuilder(PROMPT)
+    row.extend(with_choices([4, 5], 4, mark=1, width=1))
+    other, branch = row.copy(), row.fork()
+    row.append([6, 6])
+    row.extend(with_choices([7], 7, mark=2, width=3))
+    row.append([8])
+    found = row.trajectory(reward=0.0)
+    check_trajectory(found, vocab_size=14, max_tokens=8)
+    assert found.choices.routes[:, 0, 0].tolist() == [2] * 7 + [255], "of the last token none"
+    assert found.choices.kept[:, 0].tolist() == [-1, -1, 4, 5, -1, -1, 7, -1]
+    assert found.choices.kept.shape == (8, 3) and (found.choices.kept[:, 1:] == -1).all()
+    assert other.trajectory().choices.routes[:, 0, 0].tolist() == [1] * 4
+    assert branch.trajectory().choices == Choices()
+
+
+def test_routes_of_a_request_for_another_row_are_not_the_rows():
+    row = TrajectoryBuilder(PROMPT)
+    row.extend(with_choices([4, 5], 9, mark=1, width=1))
+    assert row.trajectory().choices.routes is None
 
 
 async def test_generate_samples_what_is_left_of_the_budget():

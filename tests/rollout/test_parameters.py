@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async.rollout.context import RolloutError
+from jaxrl_async.rollout.parameters import checked
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.port import Completion, ServerError
@@ -50,6 +51,16 @@ async def asked(form, given, policy=None, **how):
     runner = Runner(rollout, None, None, (), **bounds, temperature=0.7)
     await runner.run(PROMPT, policy, lambda: np.random.default_rng(0), **how)
     return {name: value for name, value in policy.asked[0].items() if name != "max_new_tokens"}
+
+
+def test_a_call_may_repeat_what_the_run_cuts_off_and_no_other_value():
+    run = {"temperature": 0.7, "top_p": 0.9, "top_k": 8, "min_p": 0.0}
+    same = {"top_p": 0.9, "top_k": 8, "min_p": 0, "max_new_tokens": 3}
+    assert checked(same, run=run, is_trained=True) == {"max_new_tokens": 3}
+    for name, value in {"top_p": 1.0, "top_k": -1, "min_p": 0.1}.items():
+        with pytest.raises(ValueError, match=f"{name} must be {run[name]}, as in the run"):
+            checked({name: value}, run=run, is_trained=True)
+        assert checked({name: value}, run=run, is_trained=False) == {name: value}
 
 
 @pytest.mark.parametrize("form", ["generate", "__call__"])

@@ -18,6 +18,7 @@ from jaxrl_async.servers.port import (
     ANYTHING,
     ForeignWeightsError,
     NonsenseError,
+    Request,
     ServerError,
     ServerTimeoutError,
     UnfitServerError,
@@ -162,6 +163,47 @@ def test_spans_that_do_not_cover_the_tokens_exactly_are_refused(spans):
 def test_a_version_that_is_no_integer_from_zero_is_refused(version):
     with pytest.raises(ValueError, match="weight version .* 0"):
         read_completion(answer([7], versions=[(version, 1)]))
+
+
+KEPT = [[9, 7], [8], [2, 9, 5]]
+ASKS = Request("", (), {"max_kept": 3}, vocab_size=10)
+
+
+def with_kept(kept):
+    found = answer([7, 8, 9], versions=[("3", 3)])
+    found["meta_info"]["kept_ids"] = kept
+    return found
+
+
+def test_kept_ids_become_ascending_rows_where_the_request_asks_for_them():
+    found = read_completion(with_kept(KEPT), ASKS)
+    assert found.kept.tolist() == [[7, 9, -1], [8, -1, -1], [2, 5, 9]]
+    assert found.kept.dtype == np.int32
+    assert read_completion(with_kept(KEPT)).kept is None
+    # A token that logit_bias rules out is in no set that the policy is trained on.
+    bias = {"max_kept": 3, "logit_bias": {"5": -100.0}}
+    found = read_completion(with_kept(KEPT), dataclasses.replace(ASKS, sampling_params=bias))
+    assert found.kept.tolist() == [[7, 9], [8, -1], [2, 9]]
+
+
+@pytest.mark.parametrize(
+    ("kept", "words"),
+    [
+        (None, "no kept ids, and the request has a max_kept"),
+        ([[7], [8]], "3 tokens, but kept ids of 2"),
+        ({"7": 1}, "3 tokens, but kept ids of 1"),
+        ([[7], [8], [9, 10]], r"kept ids: 10 is no integer in \[0, 10\)"),
+        ([[7], [8], 9], "kept ids must be a list, got 9"),
+        ([[7], [8], [9, 1.5]], "kept ids: 1.5 is no integer"),
+        ([[7], [8], [9, 1, 2, 3]], "must be up to 3 distinct ids with its token 9"),
+        ([[7], [8], [9, 9]], "must be up to 3 distinct ids"),
+        ([[7], [7], [9]], "must be up to 3 distinct ids with its token 8"),
+        ([[7], [], [9]], "must be up to 3 distinct ids with its token 8"),
+    ],
+)
+def test_kept_ids_that_cannot_be_are_refused_by_name(kept, words):
+    with pytest.raises(ValueError, match=words):
+        read_completion(with_kept(kept), ASKS)
 
 
 def test_the_version_stands_behind_the_run_epoch():

@@ -101,6 +101,16 @@ class Checks:
                     f"it with more, or set server.max_total_tokens to {limit} or less",
                 )
 
+    def kept_ids(self, found: int) -> None:
+        """Compares the bound on the kept ids that it returns, 0 for none, with the run's."""
+        if found < (wanted := self.expected.max_kept):
+            raise self.unfit(
+                self._server.INFO,
+                f"it returns {f'{found} at most' if found else 'none'} of the ids that a token was drawn from, and "
+                f"rollout.top_p, top_k and min_p need rollout.max_kept = {wanted}: use embedded servers of this "
+                "config, or set rollout.top_p to 1, rollout.top_k and min_p to 0",
+            )
+
     async def answer(self, ask: Callable[..., Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """The answer to a request for one token."""
         try:

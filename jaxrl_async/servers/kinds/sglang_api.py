@@ -132,6 +132,7 @@ class SglangApi(HttpKind):
         checks.model()
         await checks.vocabulary(self.vocab_size)
         checks.context(await self._limits(checks))
+        checks.kept_ids(self.info.get("max_kept", 0))
 
     async def check_adapters(self, checks: Checks) -> None:
         """Refuses it where it cannot take the run's adapters."""

@@ -213,6 +213,9 @@ class Vllm(Compared):
         if mode != "processed_logprobs":
             why = f"its log-probs are {mode}, not those of the distribution that it samples from"
             raise _lacks(checks, "--logprobs-mode processed_logprobs", why)
+        if checks.expected.max_kept and not settings["model_config"].get("return_sampling_mask"):
+            why = "it returns none of the ids that a token was drawn from, which rollout.top_p, top_k and min_p need"
+            raise _lacks(checks, "--return-sampling-mask", why)
         if "cpu" in settings["device_config"].values() and not _is_extended(settings):
             why = "on a CPU it packs its linear layers, which a push would then not change"
             raise _lacks(checks, f"--worker-extension-cls {EXTENSION}", why)
@@ -322,6 +325,7 @@ def _sampling(request: port.Request) -> dict[str, Any]:
     """A request's parameters by vLLM's names, which also keep a server's own preferences out."""
     given = dict(request.sampling_params)
     seed = given.pop("sampling_seed", None)
+    given.pop("max_kept", None)  # Its command line says so.
     params = {
         "max_tokens": given.pop("max_new_tokens"),
         "logprobs": 0,  # of the sampled token
@@ -354,7 +358,8 @@ def _completion(
     if told and integers("the ids of logprobs", told) != ids:
         raise ValueError(f"the ids of logprobs are not token_ids ({len(ids)} tokens)")
     logprobs = [item["logprob"] for item in content]
-    return checked_completion(ids, logprobs, spans, choice["finish_reason"], request, adapter)
+    done = ids, logprobs, spans, choice["finish_reason"], request, adapter
+    return checked_completion(*done, kept=choice.get("sampling_mask"))
 
 
 TESTED = "vLLM 0.32 is tested; install it or a later one"
