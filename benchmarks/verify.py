@@ -1,0 +1,354 @@
+"""Recomputes what README.md, docs/results.md and benchmarks/README.md print, from the files of benchmarks/results.
+
+    python -m benchmarks.verify [--write]
+
+Says each text that a page should have and has not, and each result that has no proof or is old: how many commits have
+touched what it measures since it was measured or, without a proof, committed. --write puts the ages into
+docs/results.md. Exit code 1 where a page differs. Text around the numbers is not read.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+README, PAGE, METHODS, SERVERS = (
+    "README.md",
+    "docs/results.md",
+    "benchmarks/README.md",
+    "docs/servers.md",
+)
+STALE = 20  # commits
+# Result → the rooms of the package that it measures, beside its script; "" is the package.
+MEASURES = {
+    "accelerator/h100": "learner models inference",
+    "agents": "environments rollout learner inference",
+    "anchors": "objectives learner models",
+    "base_scores": "evaluation inference",
+    "bfloat16": "inference learner models",
+    "blocks": "learner",
+    "chaos": "runtime roles queue rollout",
+    "chaos_one": "runtime roles queue rollout",
+    "conform_embedded": "inference intake extras/conform",
+    "conform_sglang": "servers extras/conform",
+    "conform_sglang_jax": "extras/sglang_jax intake extras/conform",
+    "conform_vllm": "extras/vllm.py servers extras/conform",
+    "damage": "learner runtime tools",
+    "delight_cosine": "objectives",
+    "delight_digits": "objectives",
+    "delight_reversal": "objectives learner",
+    "differences": "versions learner",
+    "fleet": "rollout queue publishing",
+    "journal": "queue",
+    "learner": "learner models",
+    "lora": "learner models versions",
+    "modes": "learner rollout queue publishing inference roles",
+    "newcomer": "",
+    "nonsense": "servers rollout publishing",
+    "nonsense_before": "servers rollout publishing",
+    "packing": "learner/packing.py",
+    "peers": "learner rollout inference models queue",
+    "peers_17m": "learner rollout inference models queue",
+    "planner": "queue extras/planner",
+    "queue": "queue",
+    "relay": "intake versions",
+    "rewards": "rewards",
+    "sandbox": "extras/programs",
+    "scrape": "runtime queue",
+    "servers": "servers publishing inference",
+    "sessions": "rollout servers",
+    "shared_prompts": "learner models",
+    "staleness": "objectives learner",
+    "staleness_rates": "objectives learner",
+    "time_to_accuracy": "learner rollout queue objectives",
+    "weights": "publishing versions intake servers",
+    "weights_distributed": "publishing versions intake servers",
+    "weights_prepared": "publishing versions intake servers",
+    "wire": "rollout servers inference",
+}
+SCRIPTS = {"accelerator/h100": "accelerator", "chaos_one": "chaos", "nonsense_before": "nonsense"}
+SCRIPTS |= {"peers_17m": "peers", "queue": "trajectory_queue", "staleness_rates": "staleness"}
+SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith(("conform_", "weights_"))}
+BEGIN, END = "<!-- ages: python -m benchmarks.verify --write -->", "<!-- /ages -->"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true", help="the table of ages")
+    args = parser.parse_args(argv)
+    if args.write:
+        page = ROOT / PAGE
+        text, head = page.read_text("utf-8"), git("rev-parse", "--short", "HEAD")
+        before, _, rest = text.partition(BEGIN)
+        table = "\n".join([BEGIN, *ages(head), END])
+        page.write_text(before + table + rest.partition(END)[2], "utf-8")
+    wrong = [f"{page} differs from {name}.json: no {text!r}" for name, page, text in missing()]
+    found = sum(1 for _ in claims())
+    print(*wrong, *(row for row in ages("HEAD")[2:] if "stale" in row or "| no:" in row), sep="\n")
+    print(f"{found} texts recomputed, {len(wrong)} differ")
+    return 1 if wrong else 0
+
+
+def missing() -> list[tuple[str, str, str]]:
+    """(result, page, text) of the claims whose page has no such text."""
+    pages = {
+        page: _spaced((ROOT / page).read_text("utf-8")) for page in (README, PAGE, METHODS, SERVERS)
+    }
+    return [claim for claim in claims() if _spaced(claim[2]) not in pages[claim[1]]]
+
+
+def ages(commit: str) -> list[str]:
+    """The rows of the table of ages, as of a commit."""
+    rows = [
+        f"| result | measured, or committed without a proof | proof | commits since, until {commit} |",
+        "|---|---|---|---|",
+    ]
+    for path in sorted(RESULTS.rglob("*.json")):
+        name = path.relative_to(RESULTS).with_suffix("").as_posix()
+        if name.startswith("fit/"):  # The compilers' tests hold them.
+            continue
+        for part, proof in json.loads(path.read_text("utf-8"))["proof"].items():
+            since = proof.get("committed") or proof["commit"]
+            num = commits_since(name, since, commit)
+            stale = ", stale" if isinstance(num, int) and num > STALE else ""
+            date = (proof.get("committed_at") or proof["date"])[:10]
+            said = f"no: {proof['unproven']}" if "unproven" in proof else "yes"
+            if said == "yes" and not proof["clean"]:
+                said = "yes, of a changed tree"
+            label = name if part == "all" else f"{name}, {part}"
+            rows.append(f"| `{label}` | {date}, {since} | {said} | {num}{stale} |")
+    return rows
+
+
+def commits_since(name: str, since: str, until: str) -> int | str:
+    """Commits that touched what a result measures; "unknown" where the history has no such commit."""
+    rooms = [f"jaxrl_async/{room}".rstrip("/") for room in MEASURES[name].split()] or [
+        "jaxrl_async"
+    ]
+    paths = [f"benchmarks/{SCRIPTS.get(name, name)}.py", *rooms]
+    found = git("rev-list", "--count", f"{since}..{until}", "--", *paths)
+    return int(found) if found else "unknown"
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def result(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+
+
+def claims() -> Iterator[tuple[str, str, str]]:
+    """(result, page, text that the page must have)."""
+    for function in (_learning, _speed, _losses, _faults, _services, _planner):
+        yield from function()
+
+
+def _learning() -> Iterator[tuple[str, str, str]]:
+    for row in result("agents")["rows"]:
+        eta = ", η = 4" * any("max_staleness=4" in word for word in row.get("changes", ()))
+        if any("num_steps" in word for word in row.get("changes", ())):
+            continue
+        before, after = row["before"], row["after"]
+        scores = (
+            f"{before[k]:.3f}, {after[k]:.3f} ({after[f'{k}_low']:.3f}–{after[f'{k}_high']:.3f})"
+            for k in ("greedy", "pass@1")
+        )
+        secs = f" | {row['step_secs']:.2f}" if row["env"] == "calculator" else ""
+        label = f"{row['seed']}, {row['mode']}{eta}"
+        text = f"| {label} | {' | '.join(scores)} | {row['train_secs']:.0f}{secs} |"
+        yield "agents", PAGE, text
+    for row in result("base_scores")["tasks"].values():
+        for k in ("greedy", "pass@1", "pass@8"):
+            if row[k]:
+                low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
+                yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
+    table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
+    for (blocks, step), row in table.items():
+        if blocks == 2 and 0 < step <= 100:
+            cells = [table[1, step]["accuracy"], row["accuracy"], row["equal_steps"]]
+            one, two, less = (_interval(cell, signed=i == 2) for i, cell in enumerate(cells))
+            yield "blocks", PAGE, f"| {step} | {one} | {two} | {less} |"
+
+
+def _speed() -> Iterator[tuple[str, str, str]]:
+    found = result("modes")
+    modes = found["modes"]
+    rows = {
+        "seconds a step": ("step_secs", "{:.2f}"),
+        "generated tokens/s": ("rollout_tokens_per_sec", "{:,.0f}"),
+    }
+    for label, (key, form) in rows.items():
+        values = [row[key] for row in modes.values()]
+        if "tokens" in key:
+            values = [round(value, -2) for value in values]
+        yield "modes", PAGE, f"| {label} | {' | '.join(form.format(v) for v in values)} |"
+    speed = [modes[mode]["speedup_over_sync"] for mode in ("periodic", "async")]
+    share = [modes[mode]["share_of_bound"] for mode in ("periodic", "async")]
+    yield "modes", PAGE, f"| speed over `sync` | 1 | {speed[0]:.2f} | {speed[1]:.2f} |"
+    yield "modes", PAGE, f"| share of the bound | – | {share[0]:.1%} | {share[1]:.1%} |".replace("%", " %")  # fmt: skip
+    yield "modes", README, f"| {speed[1]:.2f}x |"
+
+    found = result("learner")
+    rate, policies = found["100m"], found["policies"]
+    yield (
+        "learner",
+        PAGE,
+        f"| {rate['share_of_matmul_beside']:.0%} (bar: 72 %".replace("%", " %", 1),
+    )
+    yield "learner", PAGE, f"| {rate['tokens_per_sec']:.0f} tokens/s |"
+    text = f"{rate['matmul_flops_per_sec'] / 1e9:.0f} GFLOP/s"
+    yield "learner", PAGE, f"{text} | the same | {rate['share_of_matmul']:.0%} |".replace("%", " %")
+    ends = f"{policies['speedup_low']:.2f}–{policies['speedup_high']:.2f}"
+    yield "learner", PAGE, f"| {policies['speedup']:.2f}x ({ends}) |"
+    cells = [f"{round(row['tokens_per_sec'], -1):,.0f}" for row in found["length"].values()]
+    yield "learner", PAGE, f"| tokens/s | {' | '.join(cells)} |"
+
+    shared = result("shared_prompts")["shapes"]["100m"]
+    ratio = shared["ratio"]
+    text = f"{ratio['median']:.2f}x ({ratio['low']:.2f}–{ratio['high']:.2f}), "
+    yield "shared_prompts", PAGE, text + f"{shared['share_of_ideal']:.0%}".replace("%", " %")
+
+    sides = {name: row["sides"] for name, row in result("peers")["measures"].items()}
+    for measure, side, digits in (
+        ("training", "ours", 2),
+        ("generation", "ours", 2),
+        ("step", "sync 1", 2),
+        ("step", "async 1", 2),
+        ("step", "sync", 3),
+        ("step", "async", 4),
+    ):
+        ratio = sides[measure][side]["times_tunix"]
+        text = f"| {ratio['median']:.{digits}f}x | {ratio['low']:.2f}–{ratio['high']:.2f} |"
+        yield "peers", PAGE, text
+    sync, asynchronous = (
+        sides["step"][name]["times_tunix"]["median"] for name in ("sync 1", "async 1")
+    )
+    yield "peers", README, f"| {sync:.2f}x, {asynchronous:.2f}x |"
+    seventeen = result("peers_17m")["measures"]["step"]["sides"]
+    for side in ("sync 1", "async 1"):
+        yield "peers_17m", PAGE, f"| {seventeen[side]['times_tunix']['median']:.2f}x | – |"
+
+    for dtype, form in (("float32", _power), ("bfloat16", "{:#.2g}".format)):
+        rows = result("bfloat16")["dtypes"][dtype].values()
+        cuts = [cut for row in rows for cut in row["cuts"].values()]
+        means, most = (max(cut[k] for cut in cuts) for k in ("mean_abs", "max_abs"))
+        between = max(row["packings"] for row in rows)
+        cells = [form(value) for value in (means, most, between)]
+        yield "bfloat16", PAGE, f"| {dtype} | {' | '.join(cells)} |"
+
+
+def _losses() -> Iterator[tuple[str, str, str]]:
+    for columns in result("staleness")["table"].values():
+        for by_age in columns.values():
+            row = [cell["accuracy"] for cell in by_age.values()]
+            cells = [f"{_dot(cell['mean'])} ± {_dot(cell['half_width'])}" for cell in row]
+            for cell in cells:
+                yield "staleness", METHODS, cell
+    names = (
+        "policy gradient",
+        "importance weights",
+        "truncated weights",
+        "PPO",
+        "A-3PO",
+        "delightful",
+    )
+    runs = result("delight_digits")["runs"]
+    for name in names:
+        row = [run for run in runs if (run["method"], run["delay"]) == (name, 1000)]
+        cells = [f"{100 * run['error']:.1f} ± {100 * run['half']:.1f} %" for run in row]
+        yield "delight_digits", METHODS, f"| 1000 | {' | '.join(cells)} |"
+    best = result("delight_digits")["tables"][1]["methods"]
+    order = ("importance weights", "A-3PO", "truncated weights", "PPO", "delightful")
+    cells = [f"{100 * best[name]['best_error']:.1f}" for name in order]
+    yield "delight_digits", PAGE, f"90, {', '.join(cells)} %"
+    for task in ("token_reversal", "arithmetic"):
+        over = result("staleness_rates")["table"][task]["a3po"]["8"]["over"]
+        yield "staleness_rates", PAGE, _interval(over["tis"], signed=True, flip=True)
+    shape = result("anchors")["shapes"]["17m"]
+    plain, remat = (shape[k]["steps"]["recompute"]["over_behavior"] for k in ("no remat", "remat"))
+    text = f"| {plain['median']:.2f}x ({remat['median']:.2f}x with remat) | quartiles "
+    yield "anchors", PAGE, text + f"{plain['low']:.2f}–{plain['high']:.2f} |"
+
+
+def _faults() -> Iterator[tuple[str, str, str]]:
+    found = result("chaos")
+    yield "chaos", PAGE, f"{found['groups_trained']:,} groups trained on, 0 lost, 0 doubled"
+    numbers = f"{found['groups_trained']:,} in {found['runs']} runs with {found['trials']} faults"
+    yield "chaos", README, numbers
+    for name, row in found["faults"].items():
+        kinds = ("recovery_secs_median", "recovery_secs_max")
+        kinds += ("longest_secs_median", "longest_secs_max")
+        cells = " | ".join(f"{row[kind]:.1f}" for kind in kinds)
+        yield "chaos", METHODS, f"| {name} | {row['trials']} | {cells} |"
+    single = {name: row["recovery_secs_max"] for name, row in found["faults"].items()}
+    for fault in ("kill learner", "dead server at a resume", "lost worker"):
+        yield "chaos", PAGE, f"{single[fault]:.1f} s"
+    swaps = next(row for row in result("conform_sglang")["facts"] if row["name"] == "swaps")
+    yield "conform_sglang", README, f"| {_power(swaps['numbers']['worst_nats'])} |"
+    row = result("chaos_one")["faults"]["kill one"]
+    text = f"{row['recovery_secs_median']:.1f} s in the median, {row['recovery_secs_max']:.1f} s at most"
+    yield "chaos_one", PAGE, text
+
+
+def _services() -> Iterator[tuple[str, str, str]]:
+    push = result("queue")["tokens"]["2048"]["push"]["16"]
+    for kind in ("off", "on"):
+        rate, size = push[kind]["groups_per_sec"], push[kind]["mb_per_sec"]
+        yield "queue", PAGE, f"| {rate['median']:,.0f} groups/s, {size['median']:.0f} MB/s |"
+    for name in ("off/echo", "on/insert"):
+        yield "queue", PAGE, f"| {_dot(push['ratios'][name]['median'])} (bar:"
+    for sizes in result("rewards")["rewards"].values():
+        for count in ("1", "2", "4", "8"):
+            rate = sizes["processes"][count]["calls_per_sec"]
+            digits = -2 if rate["median"] > 1000 else 0
+            low, middle, high = (round(rate[k], digits) for k in ("low", "median", "high"))
+            yield "rewards", METHODS, f"{middle:,.0f} ({low:,.0f}–{high:,.0f})"
+    for count in ("1", "2"):
+        for way in ("bare", "boxed", "code"):
+            yield "sandbox", METHODS, f"| {result('sandbox')[count][way]['runs_per_sec']['median']:.1f} |"  # fmt: skip
+    for part in ("in slices", "at once"):
+        calls = result("journal")[f"forget {part}"]["calls_ms"]
+        for row in calls.values():
+            cells = [f"{row['calls']:.0f}", *(f"{row[k]}" for k in ("median", "p99", "max"))]
+            yield "journal", METHODS, " | ".join(cells)
+
+
+def _planner() -> Iterator[tuple[str, str, str]]:
+    for row in result("planner")["areal"]["by_eta"]:
+        yield "planner", METHODS, f"| {row['trained_tokens_per_sec'] / 1e3:.0f} "
+
+
+def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = False) -> str:
+    mean = -cell["mean"] if flip else cell["mean"]
+    sign = ("−" if f"{mean:.3f}"[0] == "-" else "+") if signed else ""
+    return f"{sign}{_dot(abs(mean), 3)} ± {_dot(cell['half_width'], 3)}"
+
+
+def _dot(value: float, digits: int = 2) -> str:
+    text = f"{value:.{digits}f}"
+    return text[1:] if text.startswith("0.") else text
+
+
+def _power(value: float) -> str:
+    return re.sub(r"e-0(\d)", r"e-\1", f"{value:.1e}")
+
+
+def _short(value: float) -> str:
+    return "0" if abs(value) < 5e-4 else f"{value:.3f}"
+
+
+def _spaced(text: str) -> str:
+    """A line that is wrapped is one text."""
+    return re.sub(r"\s+", " ", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
