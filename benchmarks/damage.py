@@ -1,7 +1,7 @@
 """Damages to the files of a finished workdir, and what resume, evaluate, replay and report make of them.
 
     python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--steps=1] [--workers=1] [--minutes=0]
-        [--megabytes=512] [--out=DIR] [--smoke]
+        [--commands=0] [--place=DIR] [--megabytes=512] [--out=DIR] [--smoke]
 
 **damages.** Of a file drawn at random a bit is flipped, or it is truncated, deleted, or swapped with another one. Then
 the four verbs run, each in a copy of the damaged workdir, by the function that the command calls, in processes that
@@ -19,8 +19,10 @@ An outcome is
     hung       no end within 120 s
 
 After a refusal of `resume` the remedy of its words is followed: stuck where the third one does not help either.
-The damage with a number is the same whatever the number of workers. --minutes ends the benchmark early, after the
-damages that are done by then.
+The damage with a number is the same whatever the number of workers; one that equals an earlier one has its outcomes.
+Every --commands-th damage is done again by commands, each in a process of its own, with a run's own roles and figures;
+their output and the files that they write are compared. --minutes ends the benchmark early, after the damages that are
+done by then; with --place the next call goes on after them.
 
 **digests.** Seconds and CPU seconds from a checkpoint's save until it is on disk, with digests and without, in turns,
 of the digests alone, and of the call that the learner waits for; of a state of --megabytes.
@@ -52,7 +54,7 @@ import tempfile
 import time
 import traceback
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -115,36 +117,36 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=1, help="that a resumed run trains")
     parser.add_argument("--workers", type=int, default=1, help="processes")
     parser.add_argument("--minutes", type=float, default=0.0, help="bound; 0 for none")
+    parser.add_argument("--commands", type=int, default=0, help="1 in so many, again; 0 for none")
+    parser.add_argument("--place", type=pathlib.Path, help="of the outcomes, to go on from")
     parser.add_argument("--megabytes", type=float, default=512.0, help="of the state with digests")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--smoke", action="store_true", help="6 damages, no steps, 4 MB")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # lines, first, step
+    parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)  # its lines
+    parser.add_argument("--numbers", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
-        lines, first, step = args.worker
-        numbers = range(int(first), args.damages, int(step))[:WORKER_DAMAGES]
         with tempfile.TemporaryDirectory() as directory:
-            damages(args.workdir, pathlib.Path(directory), numbers, args, pathlib.Path(lines))
+            damages(args.workdir, pathlib.Path(directory), args.numbers, args, args.worker)
         return
     if args.smoke:
         args.damages, args.megabytes, args.steps = 6, 4.0, 0
     with tempfile.TemporaryDirectory() as directory:
-        place = pathlib.Path(directory)
+        place = (args.place or pathlib.Path(directory)).resolve()
+        place.mkdir(parents=True, exist_ok=True)
         args.workdir = args.workdir or trained(place / "trained")
         began = time.monotonic()
         if args.smoke:
             damages(args.workdir, place, range(args.damages), args, place / "0.jsonl")
         else:
             spread(args, place)
-        rows = [
-            json.loads(line)
-            for path in place.glob("*.jsonl")
-            for line in path.read_text("utf-8").splitlines()
-        ]
+        rows = rows_of(place)
         of = {"seed": args.seed, "steps": args.steps, "workers": args.workers}
         of |= {"wanted": args.damages, "files": len(files_of(args.workdir))}
         of |= {"secs": round(time.monotonic() - began, 1)}
-        result = of | summary(rows)
+        again = [row for row in rows if row["by"] == "command"]
+        result = of | summary([row for row in rows if row["by"] == "function"])
+        result["again_by_commands"] = summary(again)
         result["digests"] = digests(place / "checkpoints", args.megabytes)
     print(json.dumps(result, indent=2))
     raw = ["secs_of_each", "raw"]
@@ -168,46 +170,62 @@ def files_of(whole: pathlib.Path) -> list[str]:
     return sorted(str(p.relative_to(whole)) for p in whole.rglob("*") if p.is_file())
 
 
+def rows_of(place: pathlib.Path) -> list[dict[str, Any]]:
+    """The outcomes so far."""
+    lines = [line for path in sorted(place.glob("*.jsonl")) for line in path.open(encoding="utf-8")]
+    return [json.loads(line) for line in lines]
+
+
 def spread(args: argparse.Namespace, place: pathlib.Path) -> None:
     """Runs the damages in processes, each of which appends its outcomes to a file; one that ends goes on after them."""
-    words = [f"--{name}={getattr(args, name)}" for name in ("damages", "workdir", "seed", "steps")]
+    words = [f"--{name}={getattr(args, name)}" for name in ("workdir", "seed", "steps")]
     deadline = time.monotonic() + (args.minutes * 60 or float("inf"))
     environment = {**COMPILED, "JAX_COMPILATION_CACHE_DIR": str(place / "compiled")} | os.environ
-    next_of = dict.fromkeys(range(args.workers), 0)
-    running: dict[int, subprocess.Popen] = {}
+    of: dict[str, range] = {
+        str(first): range(first, args.damages, args.workers) for first in range(args.workers)
+    }
+    if args.commands:
+        of["commands"] = range(0, args.damages, args.commands)
+    running: dict[str, subprocess.Popen] = {}
 
-    def go_on(worker: int) -> None:
-        lines, step = place / f"{worker}.jsonl", args.workers
-        done = len(lines.read_text("utf-8").splitlines()) if lines.exists() else 0
-        code = running[worker].returncode if worker in running else 0
+    def left(worker: str) -> list[int]:
+        by = "command" if worker == "commands" else "function"
+        done = {row["number"] for row in rows_of(place) if row["by"] == by}
+        return [number for number in of[worker] if number not in done]
+
+    def go_on(worker: str) -> bool:
+        lines, code = place / f"{worker}.jsonl", 0
+        if worker in running:
+            code = running.pop(worker).returncode
+        numbers = left(worker)
         if code > 0:
             raise RuntimeError((place / f"{worker}.log").read_text("utf-8")[-2000:])
-        if code < 0:  # It died of the damage after these.
-            row = {"number": worker + done * step, "damage": "?", "outcomes": {"?": "unnamed"}}
-            row["bad"] = [f"the process died of signal {-code}"]
+        if code < 0 and numbers:  # It died of the first of these.
+            row = {"number": numbers.pop(0), "damage": "?", "outcomes": {"?": "unnamed"}}
+            row |= {"by": "function", "bad": [f"the process died of signal {-code}"]}
             with open(lines, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            done += 1
-        next_of[worker] = worker + done * step
-        if next_of[worker] < args.damages:
-            argv = [sys.executable, __file__, *words, "--worker", str(lines), str(next_of[worker])]
-            log = open(place / f"{worker}.log", "ab")
-            running[worker] = subprocess.Popen(
-                [*argv, str(step)], cwd=ROOT, stdout=log, stderr=log, env=environment
-            )
+        if numbers:
+            argv = [sys.executable, __file__, *words, f"--worker={lines}"]
+            with open(place / f"{worker}.log", "ab") as log:
+                running[worker] = subprocess.Popen(
+                    [*argv, f"--numbers={numbers[:WORKER_DAMAGES]}"],
+                    cwd=ROOT,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                )
+        return bool(numbers)
 
-    for worker in next_of:
-        go_on(worker)
-    while any(number < args.damages for number in next_of.values()):
-        if time.monotonic() > deadline:
-            for process in running.values():
-                process.terminate()
-                process.wait()
-            return
-        for worker, process in running.items():
-            if process.poll() is not None and next_of[worker] < args.damages:
-                go_on(worker)
-        time.sleep(0.2)
+    try:
+        going = [worker for worker in of if go_on(worker)]
+        while going and time.monotonic() < deadline:
+            going = [worker for worker in going if running[worker].poll() is None or go_on(worker)]
+            time.sleep(0.2)
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.wait()
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -222,6 +240,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     total = sum(by_verb.values(), collections.Counter())
     return {
         "damages": len(rows),
+        "equal_to_an_earlier_one": sum("as" in row for row in rows),
         "outcomes": {verb: dict(found) for verb, found in by_verb.items()},
         "by_kind": {kind: dict(found) for kind, found in by_kind.items()},
         "silently_wrong": total["wrong"],
@@ -236,12 +255,17 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def damages(
     whole: pathlib.Path,
     place: pathlib.Path,
-    numbers: range,
+    numbers: Iterable[int],
     args: argparse.Namespace,
     lines: pathlib.Path,
 ) -> None:
     """Appends the outcomes of damages to a file, a line each."""
-    verbs, files, known = Verbs(whole, place, args.steps), files_of(whole), {}
+    by = "command" if lines.stem == "commands" else "function"
+    verbs = (Commands if by == "command" else Verbs)(whole, place, args.steps)
+    files, known = files_of(whole), {}
+    for row in rows_of(lines.parent):
+        if row["by"] == by and "sha" in row and "as" not in row:
+            known[row["sha"]] = row
     with verbs.patched(), open(lines, "a", encoding="utf-8") as file:
         sound = {verb: verbs.run(verb) for verb in VERBS}
         sound |= {verb: verbs.run(verb) for verb in VERBS}  # The first runs compile.
@@ -252,11 +276,19 @@ def damages(
         for number in numbers:
             began = time.monotonic()
             told, content = drawn(whole, files, random.Random(f"{args.seed} {number}"))
-            key = (told, *map(str, content.values()))
-            if key not in known:
-                known[key] = one_damage(verbs, told, content, sound, unscored)
-            row = {"number": number, "damage": told} | known[key]
-            file.write(json.dumps(row | {"secs": time.monotonic() - began}) + "\n")
+            sha = _sha(told.encode(), *(value or b"" for value in content.values()))
+            row = {"number": number, "damage": told, "by": by, "sha": sha[:16]}
+            if row["sha"] in known:
+                earlier = known[row["sha"]]
+                row |= {
+                    name: earlier[name] for name in ("outcomes", "bad", "stuck") if name in earlier
+                }
+                row["as"] = earlier["number"]
+            else:
+                row |= one_damage(verbs, told, content, sound, unscored)
+                known[row["sha"]] = row | {"secs": time.monotonic() - began}
+                row = known[row["sha"]]
+            file.write(json.dumps(row) + "\n")
             file.flush()
 
 
@@ -363,19 +395,11 @@ class Verbs:
             shutil.copytree(self._damaged, self.workdir)
         self._seen.clear()
         config = _digest_of(self.workdir / "config.json")
-        output, words = io.StringIO(), [verb, f"--workdir={self.workdir}", *argv]
+        words = [verb, f"--workdir={self.workdir}", *argv]
         if verb == "resume":
             num_steps = f"--config.learner.num_steps={self._num_steps + max(1, self._steps)}"
             words = ["train", "--resume", num_steps, *words[1:]]
-        error = ""
-        with quiet(output) as said:
-            try:
-                code = command.main(words)
-            except _HungError:
-                code = None
-            except Exception as found:
-                code, error = -1, "".join(traceback.format_exception(found))
-        printed = output.getvalue()
+        code, printed, said, error = self._call(words)
         if not error:
             error = printed.rpartition(f"\n{words[0]}: ")[2] if code else ""
         return Ended(
@@ -387,6 +411,18 @@ class Verbs:
             error=error,
             changes_config=code != 0 and config != _digest_of(self.workdir / "config.json"),
         )
+
+    def _call(self, words: list[str]) -> tuple[int | None, str, list[str], str]:
+        """The code of a verb, None where it hung, its output, its warnings, and the traceback of an error."""
+        output, error = io.StringIO(), ""
+        with quiet(output) as said:
+            try:
+                code = command.main(words)
+            except _HungError:
+                code = None
+            except Exception as found:
+                code, error = -1, "".join(traceback.format_exception(found))
+        return code, output.getvalue(), said, error
 
     def _findings(self, verb: str, printed: str) -> list[Any]:
         found: list[Any] = sorted(self._seen)
@@ -569,6 +605,28 @@ class Verbs:
                     self._seen.append(f"{step} {group.prompt_index} {_sha(str(rows).encode())}")
             save(step, state, None)  # A checkpoint of the run is compared with it.
         return state
+
+
+class Commands(Verbs):
+    """The verbs as commands, each in a process of its own."""
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        yield
+
+    def _call(self, words: list[str]) -> tuple[int | None, str, list[str], str]:
+        argv = [sys.executable, "-m", "jaxrl_async", *words]
+        with open(self._damaged.parent / "output", "w+b") as file:
+            process = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file)
+            try:
+                code = process.wait(VERB_SECS)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
+                code = None
+            file.seek(0)
+            printed = file.read().decode("utf-8", "replace")
+        return code, printed, [], printed if "Traceback" in printed else ""
 
 
 class _Published:
