@@ -1,5 +1,6 @@
 """Real runs whose roles are killed and frozen: they finish, nothing is lost or doubled, and they can be replayed."""
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 
 import attacked as attacks
 import jax
+import psutil
 import pytest
 from fixtures.queues import SOUND_AUDIT
 
@@ -130,6 +132,30 @@ def test_every_fault_is_survived(strike, tmp_path):
         run.wait_for(3, START_SECS, "start")
         assert run.strike(strike, random.Random(1))
         assert run.step < num_steps
+        assert run.finish(START_SECS) == SOUND
+    assert len(JournalReader(tmp_path / "run" / "journal.sqlite")) == num_steps * 8
+
+
+@pytest.mark.long
+def test_a_role_that_gets_no_memory_is_started_again_or_ends_its_run_by_name(tmp_path):
+    """Every allocation fails from a moment on, as under a limit of a job; the run goes on, or resumes."""
+    num_steps, settings = 40, [*attacks.SIZES, attacks.PACED]
+
+    def start(*words):
+        return attacks.Run(tmp_path / "run", num_steps=num_steps, settings=[*settings, *words])
+
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(start())
+        for role in ROLES:
+            run.wait_for(run.step + 2, START_SECS, f"before {role}")
+            for process in run.processes_of(role)[:1]:
+                process.rlimit(psutil.RLIMIT_AS, (1 << 20, psutil.RLIM_INFINITY))
+            try:
+                run.wait_for(run.step + 4, START_SECS, f"{role} without memory")
+            except attacks.ChaosError as error:  # It ended by itself, and not as killed.
+                assert "the run ended with exit code 1:" in str(error), error
+                assert f"role '{role}" in str(error), error
+                run = stack.enter_context(start("--resume"))
         assert run.finish(START_SECS) == SOUND
     assert len(JournalReader(tmp_path / "run" / "journal.sqlite")) == num_steps * 8
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
+from fixtures.queues import SOUND_AUDIT
 from fixtures.recorded_run import Recorder
 from fixtures.recorded_run import train as train_recorded
 from fixtures.runs import (
@@ -398,6 +400,38 @@ def test_a_command_ended_by_sigterm_resumes_to_the_same_weights(learner, command
         assert_same(params_of(whole, 30), params_of(parts, 30))
     nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
     assert JournalReader(parts / "journal.sqlite").audit() == nothing
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_ended_by_sigterm_at_10_random_moments_has_the_same_weights(
+    seed, command, run, tmp_path
+):
+    """Anywhere between the start of a process and the last step."""
+    whole, parts, rng = tmp_path / "whole", tmp_path / "parts", random.Random(seed)
+    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=60"]
+    began = time.monotonic()
+    code, output = run(*words, workdir=whole)
+    assert code == 0, output
+    secs, num_signals = time.monotonic() - began, 0
+    for _ in range(10):
+        process = command(*words, workdir=parts)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0, secs))
+        num_signals += process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+        # By the signal: it came before anything was started.
+        assert process.returncode in (PREEMPTED, 0, -signal.SIGTERM), output
+    code, output = run(*words, workdir=parts)
+    assert code == 0, output
+    assert num_signals >= 5
+    rows, expected = read_metrics(parts), read_metrics(whole)
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    for name in ("loss/policy", "policy/grad_norm", "reward/mean"):
+        assert [row[name] for row in rows] == [row[name] for row in expected], name
+    assert_same(params_of(whole, 60), params_of(parts, 60))
+    assert JournalReader(parts / "journal.sqlite").audit() == SOUND_AUDIT
 
 
 @pytest.mark.long
