@@ -87,6 +87,9 @@ WORDS = (
     "--config.checkpoint.every_steps=1",
     "--config.checkpoint.keep=3",
     "--config.learner.num_steps=4",
+    "--config.learner.groups_per_step=4",  # Few rows: a verb's time is that of its reads.
+    "--config.learner.microbatch_rows=8",
+    "--config.rollout.group_size=4",
     "--config.evaluate.every_steps=2",
     "--config.evaluate.num_validation=8",
     "--config.evaluate.num_prompts=8",
@@ -102,7 +105,7 @@ REMEDY = re.compile(
 )
 MAX_REMEDIES = 3
 VERB_SECS = 120.0
-WORKER_DAMAGES = 100  # Then a new process goes on: what has ended stays in memory.
+WORKER_DAMAGES = 200  # Then a new process goes on: what has ended stays in memory.
 COMPILED = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -24,7 +24,7 @@ from jaxrl_async.names import nearest
 from jaxrl_async.preflight import machine
 from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import start
-from jaxrl_async.runtime import cluster, keys, supervisor
+from jaxrl_async.runtime import cluster, keys, out_of_memory, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest, outputs_may_close
 from jaxrl_async.runtime.progress import score_of
@@ -233,25 +233,24 @@ def _run_one(
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:
-        done = start.run_role(
-            role,
-            settings,
-            index=values.index,
-            workdir=workdir,
-            resume=values.resume,
-            fallback=values.fallback,
-            coordinator=values.coordinator,
-            stop_requested=stop.received,
-        )
+        with out_of_memory.ends(role):
+            done = start.run_role(
+                role,
+                settings,
+                index=values.index,
+                workdir=workdir,
+                resume=values.resume,
+                fallback=values.fallback,
+                coordinator=values.coordinator,
+                stop_requested=stop.received,
+            )
     except KeyboardInterrupt:
         return 1
     except StartError:  # `main` prints it; no restart would help.
         raise
     except MemoryError:
         log.exception("role %s is out of memory", role)
-        if "JAXRL_PARENT" in os.environ:
-            os.kill(os.getpid(), signal.SIGKILL)  # As the kernel ends one: it is started again.
-        return 1
+        out_of_memory.end()
     except Exception as error:
         if superseded := _superseded(error):
             print(f"{role}: {superseded}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import sys
 import types
 
 import pytest
@@ -107,9 +108,12 @@ def test_a_role_without_memory_ends_as_the_kernel_ends_one_so_that_it_is_started
 ):
     killed = []
     monkeypatch.setattr(train.os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(train.os, "_exit", sys.exit)
     if supervised:
         monkeypatch.setenv("JAXRL_PARENT", str(os.getppid()))
-    assert end_with(MemoryError()) == 1
+    with pytest.raises(SystemExit) as found:
+        end_with(MemoryError())
+    assert found.value.code == 1
     assert killed == ([(os.getpid(), signal.SIGKILL)] if supervised else [])
     assert "role queue is out of memory" in caplog.text and "MemoryError" in caplog.text
 
