@@ -212,7 +212,10 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
             values = sealed.read(path, remedy=sealed.CONFIG_REMEDY)
         except sealed.DamagedError as error:
             raise UsageError(str(error)) from None
-        values, said = from_json(values, str(path))
+        try:
+            values, said = from_json(values, str(path))
+        except SettingsError as error:  # Another file's content, as an example.
+            raise SettingsError(f"{error}; {sealed.CONFIG_REMEDY}") from None
         config = config_dict(_tuples(values))
     else:
         config = _call(path, "get_config", arg)

@@ -9,6 +9,8 @@ the state that it answered, and a learner restored at an earlier step gets the g
     returns, commits, publications
     totals        sums over permits, groups and returns, kept with every change
 
+Every row has a checksum, which is compared where it is read.
+
 One thread owns the connection and writes all waiting events in one transaction. It forgets groups in slices between
 them. What a restart reads does not grow with the run: the totals, the permits that an index lists as open, and their
 groups. `JournalReader` reads the file of a finished run. Independent of gRPC and of admission's rules; only the reader
@@ -36,8 +38,8 @@ from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.records import Identity, Permit, ResumePoint, new_run_id
 from jaxrl_async.types import Group
 
-FORMAT = 2
-_FORMATS = (1, FORMAT)  # 1: without totals and open_permits
+FORMAT = 3
+_FORMATS = (1, 2, FORMAT)  # 1: without totals and open_permits; 2: without checksums of rows
 BYTES_PER_TOKEN = 13  # of a group in the file: id, log-probability, version and mask of a token
 MAX_TRANSACTION = 256  # events
 # A call waits for at most one slice of the groups that are forgotten.
@@ -96,13 +98,22 @@ CREATE TABLE publications (
     unix_time REAL NOT NULL
 );
 """
-# Of format 2.
+# Since format 2.
 _OPEN = "state NOT IN ('trained', 'retired')"
 _TOTALS = f"""
 CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
 """
-
+# Since format 3: tables whose rows have a checksum, with the columns that it is of. Groups have one of their messages.
+_CHECKED = {
+    "meta": "key, value",
+    "permits": "prompt_index, attempt, state, reason, worker, completion_tokens, version",
+    "returns": "id, prompt_index, attempt, reason, unix_time",
+    "chunks": "step, chunk, last, prompt_indexes",
+    "commits": "step, position, unix_time",
+    "publications": "id, version, run_epoch, unix_time",
+    "totals": "name, value",
+}
 
 _DELETED = (
     "deleted; only journal.keep = 'all' without a journal.max_bytes keeps the groups of steps before the oldest "
@@ -170,10 +181,12 @@ class Journal:
                 "journal.mode = 'delete', or journal.path to a local disk"
             )
         with _named(self._path):
-            self._connection = sqlite3.connect(
-                self._path, isolation_level=None, check_same_thread=False, timeout=0.0
-            )
-            self._open(batch_groups, mode, synchronous)
+            self._connection = _connect(self._path, isolation_level=None)
+            try:
+                self._open(batch_groups, mode, synchronous)
+            except BaseException:
+                self._connection.close()  # Else it is locked while somebody has the error.
+                raise
         self._failure: JournalError | None = None
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -197,6 +210,7 @@ class Journal:
             _run_script(c, _SCHEMA + _TOTALS)
             _set_meta(c, "format", FORMAT)
             _set_meta(c, "batch_groups", batch_groups)
+            _add_checksums(c)
         c.execute("COMMIT")
         (num_pages,) = c.execute("PRAGMA page_count").fetchone()
         if num_pages * page_bytes <= MAX_CHECKED_BYTES:
@@ -213,8 +227,17 @@ class Journal:
                 f"journal {self._path} is of a run with learner.groups_per_step = {meta['batch_groups']}, "
                 f"not {batch_groups}"
             )
-        if meta["format"] == 1:
-            _bring_up_to_date(c)
+        if meta["format"] < FORMAT:
+            _bring_up_to_date(c, meta["format"])
+        for table, columns in _CHECKED.items():  # Triggers of this connection alone keep them.
+            new = ", ".join(f"NEW.{column}" for column in columns.split(", "))
+            for event in ("INSERT", f"UPDATE OF {columns}"):
+                c.execute(
+                    f"CREATE TEMP TRIGGER {table}_{event[:6]} AFTER {event} ON {table} BEGIN UPDATE {table} "
+                    f"SET checksum = checksum_of({new}) WHERE rowid = NEW.rowid; END"
+                )
+        for table in ("meta", "totals"):
+            _check(c, self._path, table)
 
     def close(self) -> None:
         """Writes the waiting events and closes the file."""
@@ -244,7 +267,7 @@ class Journal:
         with _named(self._path):
             c = self._connection
             drawn = (json.dumps(new_run_id()),)
-            c.execute("INSERT OR IGNORE INTO meta VALUES ('run_id', ?)", drawn)
+            c.execute("INSERT OR IGNORE INTO meta (key, value) VALUES ('run_id', ?)", drawn)
             meta = _meta(c)
             return Identity(meta["run_id"], meta.get("generation", 0)), meta.get("nonce", "")
 
@@ -262,7 +285,7 @@ class Journal:
     async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
         """Permits were issued while `version` was the published one."""
         rows = [(p.prompt_index, p.attempt, worker, version) for p in permits]
-        query = "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0, ?)"
+        query = f"INSERT OR REPLACE INTO permits ({_CHECKED['permits']}) VALUES (?, ?, 'running', '', ?, 0, ?)"
         await self._change(lambda c: c.executemany(query, rows))
 
     async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
@@ -319,7 +342,7 @@ class Journal:
 
         def write(c: sqlite3.Connection) -> None:
             if new:
-                c.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", row)
+                c.execute(f"INSERT INTO chunks ({_CHECKED['chunks']}) VALUES (?, ?, ?, ?)", row)
                 _set_states(c, "leased", fixed.indexes)
 
         await self._change(write)
@@ -329,7 +352,7 @@ class Journal:
         row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
 
         def write(c: sqlite3.Connection) -> None:
-            c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
+            c.execute(f"INSERT INTO commits ({_CHECKED['commits']}) VALUES (?, ?, ?)", row)
             _set_states(c, "trained", indexes)
 
         await self._change(write)
@@ -353,10 +376,11 @@ class Journal:
             if resume_point is not None:
                 text = json.dumps(resume_point.to_json())
                 row = (resume_point.step, text, time.time())
-                c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
+                c.execute(f"INSERT INTO commits ({_CHECKED['commits']}) VALUES (?, ?, ?)", row)
                 rows = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
-                c.executemany("INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0, NULL)", rows)
-                c.execute("INSERT INTO meta VALUES ('start', ?)", (text,))
+                into = f"INSERT INTO permits ({_CHECKED['permits']})"
+                c.executemany(f"{into} VALUES (?, ?, 'reissue', '', '', 0, NULL)", rows)
+                c.execute("INSERT INTO meta (key, value) VALUES ('start', ?)", (text,))
             c.execute(
                 "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, ?, ?)",
                 (version, run_epoch, time.time()),
@@ -411,6 +435,7 @@ class Journal:
         """
 
         def read(c: sqlite3.Connection) -> ResumePoint:
+            _check(c, self._path, "commits", f"step = {step:d}")
             row = c.execute("SELECT position FROM commits WHERE step = ?", (step,)).fetchone()
             if row is None:
                 raise JournalError(f"journal {self._path} has no commit of step {step}")
@@ -525,9 +550,11 @@ class JournalReader:
             raise JournalError(f"no journal at {self._path}: restore a copy of it")
         with _named(self._path):
             # Opened for writing: SQLite copies the log of a killed queue into the file.
-            self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
-            if _meta(self._connection).get("format") not in _FORMATS:
+            self._connection = _connect(self._path)
+            if (found := _meta(self._connection).get("format")) not in _FORMATS:
                 raise JournalError(f"{self._path} is no journal of format {FORMAT}; {_REMEDY}")
+            for table in _CHECKED if found == FORMAT else ():
+                _check(self._connection, self._path, table)
         self._order = [i for step in self.steps() for c in self._chunks(step) for i in c.indexes]
 
     def __len__(self) -> int:
@@ -632,9 +659,39 @@ def file_system_of(path: str | os.PathLike) -> str:
     return next((points[p] for p in (resolved, *resolved.parents) if p in points), "")
 
 
+def _connect(path: pathlib.Path, **how: Any) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, check_same_thread=False, timeout=0.0, **how)
+    connection.create_function("checksum_of", -1, _checksum_of, deterministic=True)
+    return connection
+
+
+def _checksum_of(*values: Any) -> int:
+    """Of the values of a row."""
+    return zlib.crc32(repr(values).encode())
+
+
+def _check(c: sqlite3.Connection, path: pathlib.Path, table: str, where: str = "TRUE") -> None:
+    """Raises JournalError where a row of a table is not as it was written."""
+    columns = _CHECKED[table]
+    query = (
+        f"SELECT {columns} FROM {table} WHERE {where} AND checksum IS NOT checksum_of({columns})"
+    )
+    if (row := c.execute(f"{query} LIMIT 1").fetchone()) is not None:
+        raise JournalError(f"journal {path}: row {row} of {table} is damaged (checksum); {_REMEDY}")
+
+
 def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     if not c.execute("SELECT EXISTS (SELECT 1 FROM publications)").fetchone()[0]:
         return None
+    _check(c, path, "commits", "step = (SELECT MAX(step) FROM commits)")
+    _check(c, path, "chunks", "step > (SELECT COALESCE(MAX(step), 0) FROM commits)")
+    _check(c, path, "publications", "id = (SELECT MAX(id) FROM publications)")
+    _check(
+        c,
+        path,
+        "permits",
+        f"prompt_index IN (SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN})",
+    )
     start = _meta(c).get("start")
     base = ResumePoint.from_json(start) if start else ResumePoint(0, 0, (), {}, {})
     last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
@@ -693,6 +750,8 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
 
 
 def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
+    if _meta(c)["format"] == FORMAT:
+        _check(c, path, "chunks", f"step = {step:d} AND chunk = {index:d}")
     row = c.execute(
         "SELECT last, prompt_indexes FROM chunks WHERE step = ? AND chunk = ?", (step, index)
     ).fetchone()
@@ -729,9 +788,17 @@ def _run_script(c: sqlite3.Connection, script: str) -> None:
         c.execute(statement)
 
 
-def _bring_up_to_date(c: sqlite3.Connection) -> None:
-    """Makes a journal of format 1 one of format 2; it reads every row, once."""
+def _bring_up_to_date(c: sqlite3.Connection, found: int) -> None:
+    """Makes a journal of an older format one of this; it reads every row, once."""
     c.execute("BEGIN")
+    if found == 1:
+        _add_totals(c)
+    _set_meta(c, "format", FORMAT)
+    _add_checksums(c)
+    c.execute("COMMIT")
+
+
+def _add_totals(c: sqlite3.Connection) -> None:
     if not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)").fetchall()):
         c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
     _run_script(c, _TOTALS)
@@ -742,13 +809,18 @@ def _bring_up_to_date(c: sqlite3.Connection) -> None:
         "SELECT 'returned/' || reason, COUNT(*) FROM returns GROUP BY reason",
     ):
         c.execute(f"INSERT INTO totals {sums}")
-    _set_meta(c, "format", FORMAT)
-    c.execute("COMMIT")
+
+
+def _add_checksums(c: sqlite3.Connection) -> None:
+    for table, columns in _CHECKED.items():
+        c.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
+        c.execute(f"UPDATE {table} SET checksum = checksum_of({columns})")
 
 
 def _add(c: sqlite3.Connection, name: str, amount: int) -> None:
     c.execute(
-        "INSERT INTO totals VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+        "INSERT INTO totals (name, value) VALUES (?, ?) ON CONFLICT (name) "
+        "DO UPDATE SET value = value + excluded.value",
         (name, amount),
     )
 
@@ -765,7 +837,8 @@ def _counts(totals: Mapping[str, int], prefix: str, base: Mapping[str, int]) -> 
 
 
 def _set_meta(c: sqlite3.Connection, key: str, value: Any) -> None:
-    c.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+    row = (key, json.dumps(value))
+    c.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", row)
 
 
 def _meta(c: sqlite3.Connection) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """The end of a process whose memory is used up.
 
-gRPC, asyncio and the ends of threads log a MemoryError and go on: their callers would wait for ever. So the process ends
-at the first one, as one that the kernel ends: its supervisor starts it again.
+gRPC, asyncio and the ends of threads log a MemoryError and go on: their callers would wait for ever. So the process
+ends at the first one, as one that the kernel ends: its supervisor starts it again.
 """
 
 import contextlib

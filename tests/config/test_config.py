@@ -616,9 +616,9 @@ def test_a_setting_that_an_old_workdir_lacks_has_the_value_from_before_it_existe
 def test_a_setting_that_a_workdir_must_have_is_named_where_it_lacks_it(old_workdir, capsys):
     workdir = old_workdir("loss.anchor")
     assert main.main(["config", f"--workdir={workdir}"]) == 2
-    assert (
-        f"{workdir}/config.json: missing config key config.loss.anchor" in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"{workdir}/config.json: missing config key config.loss.anchor; mend it, or" in said
+    assert "resume with a --config" in said
 
 
 def test_the_old_name_of_a_setting_is_taken_and_said(old_workdir, caplog):

@@ -176,7 +176,15 @@ async def test_the_version_of_a_permit_survives_a_kill(tmp_path):
                 missing -= set(await queue.client.admit(1, 5.0))
 
 
+def as_format_2(connection) -> None:
+    for table in journals._CHECKED:
+        connection.execute(f"ALTER TABLE {table} DROP COLUMN checksum")
+    connection.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
+    connection.commit()
+
+
 def as_format_1(connection) -> None:
+    as_format_2(connection)
     connection.execute("DROP TABLE totals")
     connection.execute("DROP INDEX open_permits")
     connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
@@ -189,8 +197,8 @@ async def test_a_journal_of_before_permits_had_versions_is_taken_over(tmp_path):
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 5.0)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.execute("ALTER TABLE permits DROP COLUMN version")
         as_format_1(connection)
+        connection.execute("ALTER TABLE permits DROP COLUMN version")
     async with journaled(path, weight_delay=0) as queue:
         assert await queue.client.submit(group(permit, version=0)) == "held"
 
@@ -411,15 +419,16 @@ async def test_beyond_its_bound_the_oldest_steps_with_a_checkpoint_are_forgotten
     assert JournalReader(path)[8].prompt_index == 8
 
 
-async def test_a_journal_of_format_1_is_taken_over(tmp_path):
+@pytest.mark.parametrize("as_before", [as_format_1, as_format_2])
+async def test_a_journal_of_an_older_format_is_taken_over(as_before, tmp_path):
     path = tmp_path / "j"
     async with journaled(path) as queue:
         await some_history(queue)
         before = await queue.status()
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        as_format_1(connection)
+        as_before(connection)
     with contextlib.closing(JournalReader(path)) as reader:
-        assert len(reader) == 4
+        assert len(reader) == 4 and len(reader.chunk(1, 0)[0]) == 4
     for _ in range(2):
         async with journaled(path) as queue:
             assert seen(await queue.status()) == seen(before)
@@ -429,7 +438,9 @@ def recovery_steps(path: pathlib.Path, num_trained: int, monkeypatch) -> int:
     """Instructions of SQLite's machine from the opening of a journal to its state, with so many trained indexes."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
         for i in range(10**6, 10**6 + num_trained):
-            connection.execute("INSERT INTO permits VALUES (?, 0, 'trained', '', 'w', 3, 0)", (i,))
+            connection.execute(
+                "INSERT INTO permits VALUES (?, 0, 'trained', '', 'w', 3, 0, NULL)", (i,)
+            )
             connection.execute(
                 "INSERT INTO returns (prompt_index, attempt, reason, unix_time) VALUES (?, 0, 'dropped', 0)",
                 (i,),
@@ -572,6 +583,14 @@ def rotten(path, statement, *values):
     connection.close()
 
 
+def rewritten(path, statement):
+    """As a program does that is wrong: the checksums are right."""
+    with contextlib.closing(journals._connect(path)) as connection, connection:
+        connection.execute(statement)
+        for table, columns in journals._CHECKED.items():
+            connection.execute(f"UPDATE {table} SET checksum = checksum_of({columns})")
+
+
 async def with_groups(path):
     async with journaled(path) as queue:
         await queue.publish(0)
@@ -593,19 +612,57 @@ async def test_a_group_that_is_gone_is_named(tmp_path):
         Journal(tmp_path / "j", batch_groups=4).recover()
 
 
+@pytest.mark.parametrize(
+    ("table", "change"),
+    [
+        ("meta", "value = json_quote('another') WHERE key = 'run_id'"),
+        ("permits", "completion_tokens = completion_tokens + 1 WHERE state = 'leased'"),
+        ("chunks", "prompt_indexes = '[4, 5, 7, 6]' WHERE step = 2"),
+        ("commits", "position = position || ' '"),
+        ("publications", "version = 7"),
+        ("totals", "value = value + 1"),
+    ],
+)
+async def test_a_row_that_was_altered_is_named_by_its_table(table, change, tmp_path):
+    path = tmp_path / "j"
+    async with journaled(path) as queue:
+        await some_history(queue)
+    rotten(path, f"UPDATE {table} SET {change}")
+    damaged = pytest.raises(JournalError, match=rf"{path}: row .* of {table} is damaged .*move it")
+    with damaged, contextlib.closing(Journal(path, batch_groups=4)) as journal:
+        journal.recover()
+    with damaged:
+        JournalReader(path)
+
+
+async def test_a_commit_that_was_altered_is_named_where_a_learner_is_restored_to_it(tmp_path):
+    path = tmp_path / "j"
+    async with journaled(path) as queue:
+        await queue.publish(0)
+        await queue.train(1, 2)
+    rotten(path, "UPDATE commits SET unix_time = 5 WHERE step = 1")
+    rotten(path, "UPDATE chunks SET last = 0 WHERE step = 1")
+    with contextlib.closing(Journal(path, batch_groups=4)) as journal:
+        journal.recover()
+        with pytest.raises(JournalError, match="of commits is damaged"):
+            await journal.resume_point(1)
+        with pytest.raises(JournalError, match="of chunks is damaged"):
+            await journal.chunk(1, 0)
+
+
 async def test_an_audit_finds_contradictions(tmp_path):
     path = tmp_path / "j"
     async with journaled(path) as queue:
         await queue.publish(0)
         await queue.train(1, 2)
-    rotten(path, "UPDATE chunks SET prompt_indexes = '[0, 1, 2, 3]' WHERE step = 2")
+    rewritten(path, "UPDATE chunks SET prompt_indexes = '[0, 1, 2, 3]' WHERE step = 2")
     rotten(path, "DELETE FROM permits WHERE prompt_index = 6")
     rotten(path, "DELETE FROM commits WHERE step = 1")
     audit = JournalReader(path).audit()
     assert audit["lost"] == [6]
     assert audit["gap"] == [1]
     assert audit["stray"] == [4, 5, 7]
-    rotten(path, "INSERT INTO commits VALUES (1, '{}', 0)")
+    rewritten(path, "INSERT INTO commits VALUES (1, '{}', 0, NULL)")
     assert JournalReader(path).audit()["doubled"] == [0, 1, 2, 3]
 
 

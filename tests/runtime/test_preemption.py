@@ -407,17 +407,19 @@ def test_a_command_ended_by_sigterm_resumes_to_the_same_weights(learner, command
 def test_a_run_ended_by_sigterm_at_10_random_moments_has_the_same_weights(
     seed, command, run, tmp_path
 ):
-    """Anywhere between the start of a process and the last step."""
+    """Of ten processes one in three is ended as it starts, the others at or beside a step."""
     whole, parts, rng = tmp_path / "whole", tmp_path / "parts", random.Random(seed)
-    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=60"]
-    began = time.monotonic()
+    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=100"]
     code, output = run(*words, workdir=whole)
     assert code == 0, output
-    secs, num_signals = time.monotonic() - began, 0
-    for _ in range(10):
+    num_signals = 0
+    for number in range(10):
         process = command(*words, workdir=parts)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(rng.uniform(0, secs))
+        if rng.random() < 1 / 3:
+            time.sleep(rng.uniform(0, 10))
+        else:
+            wait_for_step(parts, rng.randint(8 * number, 8 * number + 8))
+            time.sleep(rng.uniform(0, 0.2))
         num_signals += process.poll() is None
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
@@ -425,12 +427,12 @@ def test_a_run_ended_by_sigterm_at_10_random_moments_has_the_same_weights(
         assert process.returncode in (PREEMPTED, 0, -signal.SIGTERM), output
     code, output = run(*words, workdir=parts)
     assert code == 0, output
-    assert num_signals >= 5
+    assert num_signals >= 8
     rows, expected = read_metrics(parts), read_metrics(whole)
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows] == list(range(1, 101))
     for name in ("loss/policy", "policy/grad_norm", "reward/mean"):
         assert [row[name] for row in rows] == [row[name] for row in expected], name
-    assert_same(params_of(whole, 60), params_of(parts, 60))
+    assert_same(params_of(whole, 100), params_of(parts, 100))
     assert JournalReader(parts / "journal.sqlite").audit() == SOUND_AUDIT
 
 
