@@ -110,6 +110,8 @@ class LossConfig:
     reduction: str = setting("token_mean", "Reduction of per-token losses to the loss of a step.", choices=REDUCTIONS)
     fixed_length: float | None = setting(None, "Constant of reduction `fixed_length`; None for the others.", above=0,
         unit="tokens")
+    router_balance: float = setting(0.0, "Coefficient of the auxiliary loss that spreads each sequence's tokens over "
+        "experts; 0 for none.", at_least=0, since="0.2.0")
     proximal_metrics: bool = setting(False, "Report the error of each cheap anchor against `recompute`, by one more "
         "forward pass.")
     # fmt: on

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.models.experts import Routing
 from jaxrl_async.objectives import anchors, kl, masked, ratios
 from jaxrl_async.objectives.objective import Objective
 from jaxrl_async.objectives.tokens import Tokens
@@ -32,13 +33,20 @@ _LAG_MEANS = {
     "advantage_sign": "advantage_sign",
 }
 _MAXIMA = ("total_ratio", "ratio", "staleness", "fresh_abs_log_ratio")
+_EXPERTS = {  # of a model with experts
+    "experts/routes_differ": "differs",
+    "experts/entropy": "router_entropy",
+    "experts/load": "load",
+    "experts/balance": "balance",
+}
 _ERRORS = ("abs", "ratio", "weight")  # of an approximated anchor
 
 
 class Statistics:
-    """The columns of statistics that a loss needs."""
+    """The columns of statistics that a loss needs, and a model with experts."""
 
-    def __init__(self, config: LossConfig):
+    def __init__(self, config: LossConfig, *, has_experts: bool = False):
+        self._has_experts = has_experts
         self._penalty = config.kl != "none"
         self._approximations = anchors.APPROXIMATIONS if config.proximal_metrics else ()
         self._config = config
@@ -49,6 +57,8 @@ class Statistics:
         if self._approximations:
             sums.append("abs_proximal")
         sums += [f"{name}/{error}" for name in self._approximations for error in _ERRORS]
+        if has_experts:
+            sums += _EXPERTS.values()
         self._sums = tuple(sums)
 
     def zeros(self) -> tuple[jax.Array, jax.Array]:
@@ -56,9 +66,16 @@ class Statistics:
         return jnp.zeros((len(LAG_BUCKETS), len(self._sums))), jnp.zeros(len(_MAXIMA))
 
     def measure(
-        self, tokens: Tokens, entropy: jax.Array, parts: Objective
+        self,
+        tokens: Tokens,
+        entropy: jax.Array,
+        parts: Objective,
+        routing: Routing | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The sums and maxima of a microbatch, in the shapes of `zeros`; entropy is float32 [B, T], nats."""
+        """The sums and maxima of a microbatch, in the shapes of `zeros`; entropy is float32 [B, T], nats.
+
+        Of a model with experts also by its routers, [L, …], of which the mean over layers counts.
+        """
         t = tokens.kept()
         abs_log_ratio = jnp.abs(t.logprobs - t.behavior_logprobs)
         of_token = {
@@ -79,6 +96,13 @@ class Statistics:
             "penalty": parts.kl,
             "abs_proximal": None if t.proximal_logprobs is None else jnp.abs(t.proximal_logprobs),
         } | self._errors(t)
+        if routing is not None:
+            of_token |= {
+                "differs": routing.differs.mean(axis=0),
+                "router_entropy": routing.entropy.mean(axis=0),
+                "load": jnp.broadcast_to(routing.load.mean(), t.mask.shape),
+                "balance": routing.balance.mean(axis=0),
+            }
         largest = {
             "total_ratio": ratios.token(t.logprobs, t.behavior_logprobs, t.mask),
             "ratio": parts.ratio,
@@ -116,6 +140,8 @@ class Statistics:
         }
         if self._penalty:
             metrics["policy/kl_penalty"] = total["penalty"] / total["tokens"]
+        if self._has_experts:
+            metrics |= {name: total[key] / total["tokens"] for name, key in _EXPERTS.items()}
         rows = [dict(zip(self._sums, row, strict=True)) for row in sums]
         for name, lag in zip(LAG_BUCKETS, rows, strict=True):
             tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.

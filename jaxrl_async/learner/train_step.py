@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,15 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import map_state, stochastic_round
 from jaxrl_async.learner.statistics import Statistics
-from jaxrl_async.models import attention, axes, gpu_attention, logprobs, sharding, transformer
+from jaxrl_async.models import (
+    attention,
+    axes,
+    experts,
+    gpu_attention,
+    logprobs,
+    sharding,
+    transformer,
+)
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens
 from jaxrl_async.publishing import scored
@@ -104,7 +113,11 @@ class TrainStep:
         self._mesh = mesh
         self._learner, self._temperature = learner, temperature
         self._scores_anchor = loss.needs_recompute and learner.num_minibatches > 1
-        self._statistics = Statistics(loss)
+        if loss.router_balance and not config.num_experts:
+            raise ValueError(
+                f"loss.router_balance needs a model with experts, got {loss.router_balance}"
+            )
+        self._statistics = Statistics(loss, has_experts=config.num_experts > 0)
         self._blocks = blocks.Blocks(learner.blocks, config.num_layers, learner.num_minibatches)
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
@@ -396,7 +409,7 @@ class TrainStep:
         return Accumulator(grads, *self._statistics.zeros(), block)
 
     def _score_program(self, params, base, batch):
-        return self._logprobs_and_entropy(params, base, batch)[0]
+        return self._outputs(params, base, batch)[0]
 
     def _score_prompts_program(self, params, base, num_tokens):
         rows = math.prod(self._mesh.shape[axis] for axis in axes.ROWS)
@@ -479,7 +492,7 @@ class TrainStep:
     ):
         params = blocks.constant(params, self._blocks.cuts(params, block))
         trained = self._blocks.layers(block)
-        logprobs, entropy = self._logprobs_and_entropy(params, base, batch, trained)
+        logprobs, entropy, routing = self._outputs(params, base, batch, trained)
         if self._loss.needs_recompute and not self._scores_anchor:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
         reference_logprobs = None
@@ -498,11 +511,16 @@ class TrainStep:
         )
         kl_coefficient = self._loss.kl_coefficient_of(policy_version + 1, self._learner.num_steps)
         parts = objective(tokens, self._loss, kl_coefficient)
-        measured = self._statistics.measure(tokens, entropy, parts)
-        return jnp.sum(parts.loss), jax.lax.stop_gradient(measured)
+        measured = self._statistics.measure(tokens, entropy, parts, routing)
+        loss = jnp.sum(parts.loss)
+        if self._loss.router_balance:
+            # A sequence counts as much as its tokens do in the denominator.
+            balance = parts.share * routing.balance.mean(axis=0)
+            loss += self._loss.router_balance * jnp.sum(balance)
+        return loss, jax.lax.stop_gradient(measured)
 
-    def _logprobs_and_entropy(self, params, base, batch, trained=None):
-        return policy_logprobs(
+    def _outputs(self, params, base, batch, trained=None):
+        return policy_outputs(
             self._config,
             transformer.with_base(self._config, params, base),
             batch,
@@ -571,6 +589,13 @@ def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -
 
 
 def policy_logprobs(
+    config: transformer.ModelConfig, params: nnx.State, batch: Batch, **settings: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probs and entropies of `policy_outputs`, which takes the same arguments."""
+    return policy_outputs(config, params, batch, **settings)[:2]
+
+
+def policy_outputs(
     config: transformer.ModelConfig,
     params: nnx.State,
     batch: Batch,
@@ -580,9 +605,10 @@ def policy_logprobs(
     attention_kernel: str = "xla",
     shared_prompts: bool = True,
     trained: tuple[int, int] | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters.
+) -> tuple[jax.Array, jax.Array, experts.Routing | None]:
+    """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters; and what routers did.
 
+    Where a batch has routes, its tokens go to those experts, with the weights that the router gives them now.
     `trained` is the model's: the layers that get a gradient.
     """
     model = nnx.merge(transformer.graphdef(config), params)
@@ -590,8 +616,14 @@ def policy_logprobs(
     unshared = attention_kernel in attention.IN_PASSES and not shared_prompts
     prefix_ids = None if unshared else batch.prefix_ids
     rows = attention.of_rows(attention_kernel, batch.segment_ids, prefix_ids)
-    hidden = model(batch.tokens, batch.positions, *rows, trained=trained)
-    return logprobs.token_logprobs(
+    given = None
+    if config.num_experts:
+        routes = None if batch.routes is None else jnp.moveaxis(batch.routes, 2, 0)
+        given = experts.Given(batch.segment_ids > 0, batch.segment_ids, routes)
+    hidden, routing = model.routed(
+        batch.tokens, batch.positions, *rows, trained=trained, given=given
+    )
+    found = logprobs.token_logprobs(
         model,
         hidden,
         batch.tokens,
@@ -600,3 +632,4 @@ def policy_logprobs(
         chunk_tokens=head_chunk_tokens,
         kept_BTM=batch.kept,
     )
+    return *found, routing
