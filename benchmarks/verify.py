@@ -52,6 +52,7 @@ MEASURES = {
     "newcomer": "",
     "nonsense": "servers rollout publishing",
     "nonsense_before": "servers rollout publishing",
+    "order": "queue extras/planner",
     "packing": "learner/packing.py",
     "peers": "learner rollout inference models queue",
     "peers_17m": "learner rollout inference models queue",
@@ -322,8 +323,22 @@ def _services() -> Iterator[tuple[str, str, str]]:
 
 
 def _planner() -> Iterator[tuple[str, str, str]]:
+    plans = result("order")["predicted"]["plans"]
+    for normal, pareto in zip(plans, plans[3:], strict=False):
+        if normal["sizes"] == pareto["sizes"] and normal["eta"] == pareto["eta"]:
+            cells = zip(*map(_order_cells, (normal, pareto)), strict=True)
+            yield "order", PAGE, " | ".join([f"| {normal['eta']}", *map("; ".join, cells)])
     for row in result("planner")["areal"]["by_eta"]:
         yield "planner", METHODS, f"| {row['trained_tokens_per_sec'] / 1e3:.0f} "
+
+
+def _order_cells(row: dict[str, Any]) -> list[str]:
+    dropped, length = (
+        sum(one[name] for one in row["completion"]) / len(row["completion"])
+        for name in ("drop_share", "length_bias")
+    )
+    speedup = sum(row["speedup"]) / len(row["speedup"])
+    return [_dot(speedup), f"{dropped:.0%}".replace("%", " %"), _dot(length)]
 
 
 def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = False) -> str:
