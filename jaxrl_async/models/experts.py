@@ -31,25 +31,20 @@ class Given(NamedTuple):
 
     counts: jax.Array  # bool [B, T]; the others are padding, which goes to no expert
     segment_ids: jax.Array  # int32 [B, T], the sequences of `Routing.balance`
-    routes: jax.Array | None = (
-        None  # of `route_dtype` [L, B, T, K]: experts to use, its maximum where the router decides
-    )
+    # of `route_dtype` [L, B, T, K]: experts to use, its maximum where the router decides
+    routes: jax.Array | None = None
 
 
 class Routing(NamedTuple):
     """The routers of a pass: of one layer, or with a leading axis of layers. 0 for padding, but for `routes`."""
 
-    routes: (
-        jax.Array
-    )  # of `route_dtype` [B, T, K]: the router's own choice, best first; the maximum for padding
-    differs: (
-        jax.Array
-    )  # float32 [B, T]: 1 where the own choice is another set than the experts used
+    # of `route_dtype` [B, T, K]: the router's own choice, best first; the maximum for padding
+    routes: jax.Array
+    differs: jax.Array  # float32 [B, T]: 1 where the own choice is another set than the experts used
     entropy: jax.Array  # float32 [B, T], nats
     load: jax.Array  # float32 []: tokens of the busiest expert over their mean
-    balance: (
-        jax.Array
-    )  # float32 [B, T]: the token's sequence's E · Σ_e (share of uses of e) · (mean p of e), ≥ 0
+    # float32 [B, T]: the token's sequence's E · Σ_e (share of uses of e) · (mean p of e), ≥ 0
+    balance: jax.Array
 
 
 def route_dtype(num_experts: int) -> np.dtype:
@@ -125,9 +120,8 @@ class Experts(nnx.Module):
         self, x_ND, counts_N, routes_NK, router_DE, gate_EDF, up_EDF, down_EFD, *, on_mesh=False
     ):
         K, num_own = self.config.experts_per_token, len(gate_EDF)
-        logits_NE = jnp.dot(
-            x_ND.astype(jnp.float32), router_DE, precision="highest"
-        )  # Else TPUs and GPUs would round: a token near a tie changes its experts.
+        # Else TPUs and GPUs would round: a token near a tie changes its experts.
+        logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
         probs_NE = jax.nn.softmax(logits_NE)
         _, own_NK = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), K)
         unknown_NK = routes_NK == np.iinfo(routes_NK.dtype).max
