@@ -139,7 +139,7 @@ class Queue:
         at_least=0, unit="steps")
     order: str = setting("prompt", "Order in which mode `async` trains groups: by prompt, so that a step waits for its "
         "slowest, or by completion, so that slow ones wait for a later step, and are sampled again where that would "
-        "exceed queue.max_staleness.", choices=("prompt", "completion"), since="0.1.0")
+        "exceed queue.max_staleness.", choices=("prompt", "completion"), since="0.2.0")
     chunk_groups: int = setting(0, "Groups of a chunk in mode `periodic`; 0 in the other modes.", at_least=0)
     max_running_groups: int = setting(256, "Groups in progress at once, over all workers.", at_least=1)
     max_bytes: int = setting(256 << 20, "Memory of waiting groups, beyond which no permits are issued.", at_least=1)

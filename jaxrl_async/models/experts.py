@@ -40,7 +40,8 @@ class Routing(NamedTuple):
 
     # of `route_dtype` [B, T, K]: the router's own choice, best first; the maximum for padding
     routes: jax.Array
-    differs: jax.Array  # float32 [B, T]: 1 where the own choice is another set than the experts used
+    # float32 [B, T]: 1 where the own choice is another set than the experts used
+    differs: jax.Array
     entropy: jax.Array  # float32 [B, T], nats
     load: jax.Array  # float32 []: tokens of the busiest expert over their mean
     # float32 [B, T]: the token's sequence's E · Σ_e (share of uses of e) · (mean p of e), ≥ 0
