@@ -403,17 +403,17 @@ def test_a_command_ended_by_sigterm_resumes_to_the_same_weights(learner, command
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
-def test_a_run_ended_by_sigterm_at_10_random_moments_has_the_same_weights(
+@pytest.mark.parametrize("seed", range(10))
+def test_a_run_ended_by_sigterm_at_5_random_moments_has_the_same_weights(
     seed, command, run, tmp_path
 ):
-    """Of ten processes one in three is ended as it starts, the others at or beside a step."""
+    """Of five processes one in three is ended as it starts, the others at or beside a step."""
     whole, parts, rng = tmp_path / "whole", tmp_path / "parts", random.Random(seed)
-    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=60"]
+    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=30"]
     code, output = run(*words, workdir=whole)
     assert code == 0, output
     num_signals = 0
-    for number in range(10):
+    for number in range(5):
         process = command(*words, workdir=parts)
         if rng.random() < 1 / 3:
             time.sleep(rng.uniform(0, 10))
@@ -427,12 +427,12 @@ def test_a_run_ended_by_sigterm_at_10_random_moments_has_the_same_weights(
         assert process.returncode in (PREEMPTED, 0, -signal.SIGTERM), output
     code, output = run(*words, workdir=parts)
     assert code == 0, output
-    assert num_signals >= 8
+    assert num_signals >= 4
     rows, expected = read_metrics(parts), read_metrics(whole)
-    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert [row["step"] for row in rows] == list(range(1, 31))
     for name in ("loss/policy", "policy/grad_norm", "reward/mean"):
         assert [row[name] for row in rows] == [row[name] for row in expected], name
-    assert_same(params_of(whole, 60), params_of(parts, 60))
+    assert_same(params_of(whole, 30), params_of(parts, 30))
     assert JournalReader(parts / "journal.sqlite").audit() == SOUND_AUDIT
 
 
