@@ -101,6 +101,8 @@ class Checkpoints:
         preservation = policies.AnyPreservationPolicy(
             [policies.LatestN(keep), policies.CustomSteps([0]), _Best(best)]
         )
+        if not self._in_bucket:
+            _check_metadata(self._directory)
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_handlers={  # Without handlers a manager that has saved nothing cannot read shapes.
@@ -383,6 +385,17 @@ class _Best:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         best = self.best()
         return [checkpoint.step == best for checkpoint in checkpoints]
+
+
+def _check_metadata(directory: Any) -> None:
+    """Raises DamagedError where the metadata of a step is no object: Orbax reads it before anything else."""
+    for path in sorted(directory.glob("[0-9]*/_CHECKPOINT_METADATA")):
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:
+            continue  # Orbax does without.
+        if not isinstance(found, dict):
+            raise sealed.DamagedError(f"{path} is damaged: it is no JSON object; delete {path}")
 
 
 class _DigestsHandler(ocp.JsonCheckpointHandler):

@@ -18,6 +18,7 @@ import pytest
 from orbax.checkpoint._src.checkpointers import async_checkpointer
 from orbax.checkpoint._src.futures import future as futures
 
+from jaxrl_async import sealed
 from jaxrl_async.learner import checkpoint
 from jaxrl_async.learner.checkpoint import CheckpointError, Checkpoints
 from jaxrl_async.records import ResumePoint
@@ -183,6 +184,16 @@ def test_every_file_of_a_checkpoint_is_damaged_in_the_words_of_a_checkpoint(tmp_
     )
     with pytest.raises(CheckpointError, match=said):
         open_checkpoints(tmp_path).restore(2, state())
+
+
+def test_metadata_with_the_content_of_another_file_are_named_and_can_be_deleted(tmp_path):
+    fill(tmp_path, 1, 2)
+    path = tmp_path / "1" / "_CHECKPOINT_METADATA"
+    path.write_text('[{"step": 1}]')
+    with pytest.raises(sealed.DamagedError, match=f"{path} is damaged: .*; delete {path}"):
+        open_checkpoints(tmp_path)
+    path.unlink()
+    open_checkpoints(tmp_path).restore(2, state())
 
 
 def test_no_tensor_of_a_damaged_checkpoint_is_still_read_after_the_error(tmp_path, caplog):
