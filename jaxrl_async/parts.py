@@ -366,7 +366,14 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
 
 def record_of(settings: Settings) -> Record:
     """The choices of an engine that the run records of each token."""
-    return Record(max_kept=settings.rollout.max_kept if settings.rollout.truncation else 0)
+    kept = settings.rollout.max_kept if settings.rollout.truncation else 0
+    sizes = settings.model.num_layers, settings.model.experts_per_token, settings.model.num_experts
+    if settings.model.path:
+        path = model_directory(settings, ("config.json",)) / "config.json"
+        found = json.loads(path.read_text(encoding="utf-8"))
+        num = found.get("num_experts") or found.get("num_local_experts") or 0
+        sizes = found.get("num_hidden_layers", 0), found.get("num_experts_per_tok", 0), num
+    return Record(*sizes, max_kept=kept) if sizes[2] else Record(max_kept=kept)
 
 
 def message_bytes_of(settings: Settings) -> int:

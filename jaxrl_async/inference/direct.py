@@ -60,7 +60,7 @@ class Direct:
             spans = [{"version": s.version, "start": s.start, "end": s.end} for s in found.spans]
             reason = found.finish_reason["type"]
             done = found.output_ids, found.logprobs, spans, reason, request
-            return checked_completion(*done, kept=found.kept)
+            return checked_completion(*done, kept=found.kept, routes=found.routes)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
@@ -169,6 +169,7 @@ class DirectClient:
         """
         self._kinds = {address: Direct(engine, address) for address, engine in by_address.items()}
         self.run_id, self.vocab_size = run_id, port.Request.vocab_size
+        self.record = port.Request.record
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,7 +181,8 @@ class DirectClient:
         self, address: str, *, timeout_secs: float, **request: Any
     ) -> port.Completion:
         """Samples one completion; `request` as of `port.Request`, errors as of `port.Server`."""
-        asked = port.Request(run_id=self.run_id, vocab_size=self.vocab_size, **request)
+        run = {"run_id": self.run_id, "vocab_size": self.vocab_size, "record": self.record}
+        asked = port.Request(**run, **request)
         return await self._kinds[address].generate(asked, timeout_secs=timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:

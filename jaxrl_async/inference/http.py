@@ -4,6 +4,7 @@ It checks and translates; slots, caches and weights are the engine's.
 """
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -50,7 +51,7 @@ _INFORMATION_ROUTES = {
 }
 log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
-_GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs"}
+_GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs", "return_routed_experts"}
 
 
 @contextlib.asynccontextmanager
@@ -184,6 +185,7 @@ class _Routes:
         answer = functools.partial(
             self._answer,
             return_logprob=fields.flag(body, "return_logprob"),
+            return_routes=fields.flag(body, "return_routed_experts"),
             from_prompt=fields.whole(body, "logprob_start_len", -1, 2**31, -1),
             name=self._texts.name if has_names else lambda token: None,
             start=start,
@@ -423,7 +425,9 @@ class _Routes:
         await self._complete([self._parse_request([0], None, {"max_new_tokens": 1})])
         return await self.health(http_request)
 
-    async def _answer(self, request, completion, *, return_logprob, from_prompt, name, start):
+    async def _answer(
+        self, request, completion, *, return_logprob, return_routes, from_prompt, name, start
+    ):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in completion.spans]
         output_ids = completion.output_ids.tolist()
         meta = {
@@ -437,6 +441,10 @@ class _Routes:
             "num_retractions": completion.num_retractions,
             "e2e_latency": time.monotonic() - start,
         }
+        if return_routes and (routes := completion.routes) is not None:
+            known = np.where(routes == np.iinfo(routes.dtype).max, -1, routes.astype("<i4"))
+            raw = known[:-1].astype("<i4").tobytes()
+            meta["routed_experts"] = base64.b64encode(raw).decode("ascii")
         if completion.kept is not None:
             meta["kept_ids"] = [ids[ids >= 0].tolist() for ids in completion.kept]
         if return_logprob:

@@ -84,6 +84,7 @@ async def work(
         pool = stack.enter_async_context(parts.rewards_of(settings, task.reward))
         rewards = await _awaited(queue, name, f"{READS_REWARD} {task.reward!r}, which start", pool)
         client.run_id, client.vocab_size = queue.run_id, runner.vocab_size
+        client.record = runner.record
         gc_freeze("prompts")
         clock = ActiveClock()
         sampler = Sampler(

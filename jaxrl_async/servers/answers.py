@@ -5,18 +5,17 @@ A server may answer anything. Nothing of it is read or repeated without a bound;
 
 import json
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
 
-from jaxrl_async.servers.port import NonsenseError
+from jaxrl_async.servers.port import NonsenseError, Request
 
 # Of an answer about weights or settings: a large model has 100,000 names of tensors.
 MAX_BYTES = 16 << 20
 # Of an answer with tokens: in all, and more for each that was asked for.
 _BASE_BYTES, _TOKEN_BYTES = 1 << 20, 1 << 10
-_ID_BYTES = 12  # of a kept id
+_ID_BYTES, _ROUTE_BYTES = 12, 6  # of a kept id, and of an expert in base64
 _REASON_CHARS = 400
 _VALUES = reprlib.Repr()
 _VALUES.maxlevel, _VALUES.maxstring, _VALUES.maxother = 3, 80, 80
@@ -37,11 +36,14 @@ class LongAnswerError(ValueError):
     """An answer beyond its bound; the message has the bound."""
 
 
-def max_bytes(sampling_params: Mapping[str, Any]) -> int:
-    """The bound on an answer with the tokens that these parameters of a request allow."""
+def max_bytes(request: Request) -> int:
+    """The bound on an answer with the tokens, and the choices, that a request allows."""
+    sampling_params, record = request.sampling_params, request.record
     num_tokens = sampling_params.get("max_new_tokens")
     of_token = _TOKEN_BYTES + _ID_BYTES * sampling_params.get("max_kept", 0)
-    return _BASE_BYTES + of_token * (num_tokens if isinstance(num_tokens, int) else 0)
+    of_route = _ROUTE_BYTES * record.num_layers * record.experts_per_token
+    num_new = num_tokens if isinstance(num_tokens, int) else 0
+    return _BASE_BYTES + (of_token + of_route) * num_new + of_route * len(request.input_ids)
 
 
 async def read(response: aiohttp.ClientResponse, bound: int = MAX_BYTES) -> bytes:

@@ -26,8 +26,10 @@ class Batches:
         self._client, self._address, self._abort = client, address, abort
         self._next: Batch | None = None  # of this turn of the loop, not sent yet
 
-    async def answer(self, request: dict[str, Any], timeout_secs: float) -> dict[str, Any]:
-        """The answer of a request that goes with all others of this turn of the loop.
+    async def answer(
+        self, request: dict[str, Any], timeout_secs: float, max_bytes: int
+    ) -> dict[str, Any]:
+        """The answer, of max_bytes at most, of a request that goes with all others of this turn of the loop.
 
         Raises:
           ServerError: refused, lost, late or malformed.
@@ -36,7 +38,7 @@ class Batches:
         if batch is None or not batch.has_room(request):
             batch = self._next = Batch()
             loop.call_soon(self._send, batch)
-        done = batch.add(request, timeout_secs)
+        done = batch.add(request, timeout_secs, max_bytes)
         late = loop.call_later(timeout_secs, expire, done)
         try:
             return await done
@@ -104,12 +106,11 @@ class Batch:
         num_tokens = self._num_tokens + len(request["input_ids"])
         return len(self._requests) < _MAX_BATCH and num_tokens <= _MAX_BATCH_TOKENS
 
-    def add(self, request: dict, timeout_secs: float) -> "asyncio.Future[dict]":
+    def add(self, request: dict, timeout_secs: float, bound: int) -> "asyncio.Future[dict]":
         """Adds a request; returns the future of its answer."""
         self._requests.append(request)
         self._num_tokens += len(request["input_ids"])
         self.timeout_secs = max(self.timeout_secs, timeout_secs)
-        bound = answers.max_bytes(request["sampling_params"])
         self.max_event_bytes = max(self.max_event_bytes, bound)
         self._waiters.append(asyncio.get_running_loop().create_future())
         return self._waiters[-1]
@@ -125,9 +126,11 @@ class Batch:
         encoded = {prompt: encode(prompt) for prompt in set(prompts)}
         ids = [encoded[prompt] for prompt in prompts]
         rids, params = ([r[name] for r in self._requests] for name in ("rid", "sampling_params"))
+        wanted = any("return_routed_experts" in request for request in self._requests)
+        routes = '"return_routed_experts":true,' if wanted else ""
         return (
             f'{{"rid":{encode(rids)},"input_ids":[{",".join(ids)}],"sampling_params":{encode(params)},'
-            '"return_logprob":true,"stream":true}'
+            f'{routes}"return_logprob":true,"stream":true}}'
         ).encode()
 
     def take(self, event: dict[str, Any], address: str) -> None:

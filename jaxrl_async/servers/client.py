@@ -27,6 +27,7 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
 )
 from jaxrl_async.servers.probes import LostAnswerError, Probes
+from jaxrl_async.types import Record
 
 CONNECT_SECS = 10.0  # bound on a connection: a host that is gone refuses none
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -50,6 +51,7 @@ class InferenceClient:
     run_id: str = ""
     adapters: bool = False  # the versions are adapters
     vocab_size: int = Request.vocab_size  # of the run's model; tokens beyond it are refused
+    record: Record = Request.record  # the choices that the run records of each token
 
     def __post_init__(self):
         self._tls = security.client_context(self.tls_ca) if self.tls_ca else True
@@ -92,7 +94,7 @@ class InferenceClient:
         """
         request["sampling_params"] = NEUTRAL | request["sampling_params"]
         run = {"run_id": self.run_id, "adapters": self.adapters, "vocab_size": self.vocab_size}
-        asked = Request(**run, **request)
+        asked = Request(**run, record=self.record, **request)
         start, known = time.monotonic(), type(self._servers.get(address))
         if self.adapters and known in (type(None), kinds.presumed()):
             await self.recognise(address, timeout_secs=timeout_secs)

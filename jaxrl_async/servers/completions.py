@@ -1,5 +1,6 @@
 """Completions: the JSON of a server as arrays, checked."""
 
+import base64
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 
 from jaxrl_async.servers.answers import shown
 from jaxrl_async.servers.port import ANYTHING, Completion, ForeignWeightsError, Request
-from jaxrl_async.types import NEVER_BIAS
+from jaxrl_async.types import NEVER_BIAS, Record, padded_routes
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 MIN_LOGPROB = (
@@ -48,7 +49,10 @@ def read_completion(
     logprobs = [triple[0] for triple in triples]
     spans = meta.get("weight_versions") or []
     done = output_ids, logprobs, spans, finish_reason, request, adapter
-    return checked_completion(*done, kept=meta.get("kept_ids"))
+    routes = None
+    if request.record.num_layers and (text := meta.get("routed_experts")) is not None:
+        routes = _read_routes(text, len(request.input_ids) + count, request.record)
+    return checked_completion(*done, kept=meta.get("kept_ids"), routes=routes)
 
 
 def checked_completion(
@@ -59,6 +63,7 @@ def checked_completion(
     request: Request = ANYTHING,
     adapter: str | None = None,
     kept: Sequence[Sequence[int]] | np.ndarray | None = None,
+    routes: np.ndarray | None = None,
 ) -> Completion:
     """The arrays of one completion, N tokens. Every value is checked, also its type: a server may answer anything.
 
@@ -71,6 +76,7 @@ def checked_completion(
       adapter: the name of the weights that sampled all tokens, in place of spans.
       kept: the ids that each token was drawn from, where the request has max_kept, which bounds their number: lists,
         or int32 [N, M] padded with −1.
+      routes: of prompt and tokens, as of `port.Completion`; dropped where the request wants none.
 
     Raises:
       ForeignWeightsError: others than the request's run have sampled.
@@ -98,7 +104,9 @@ def checked_completion(
     read = _read_logprobs(logprobs, count)
     if most := request.sampling_params.get("max_kept", 0):
         kept = _read_kept(kept, ids, most, request)
-    return Completion(ids, read, versions, finish_reason, kept=kept if most else None)
+    choices = {"kept": kept if most else None}
+    choices["routes"] = routes if request.record.num_layers else None
+    return Completion(ids, read, versions, finish_reason, **choices)
 
 
 def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> list[int]:
@@ -123,6 +131,31 @@ def _read_logprobs(values: Any, count: int) -> np.ndarray:
             f"log-prob {logprobs[is_bad][0]} is not finite and in [{MIN_LOGPROB:g}, 0]"
         )
     return np.minimum(logprobs, 0).astype(np.float32)
+
+
+def _read_routes(text: Any, num_tokens: int, record: Record) -> np.ndarray:
+    """Routes [P + N, L, K] from base64 of int32 [P + N − 1, L, K], or of one row more; of the last token not known.
+
+    −1 stands where they are not known.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"routed_experts must be base64, got {shown(text)}")
+    raw, sizes = (
+        base64.b64decode(text, validate=True),
+        (record.num_layers, record.experts_per_token),
+    )
+    of_token = 4 * sizes[0] * sizes[1]
+    if len(raw) not in (of_token * (num_tokens - 1), of_token * num_tokens):
+        has = f"routed_experts has {len(raw)} bytes"
+        raise ValueError(
+            f"{has}, {num_tokens} tokens of {sizes[0]} layers and {sizes[1]} experts need {of_token} each"
+        )
+    found = np.frombuffer(raw, "<i4").reshape(-1, *sizes)[: num_tokens - 1]
+    if found.size and not -1 <= found.min() <= found.max() < record.num_experts:
+        bad = found[(found < -1) | (found >= record.num_experts)][0]
+        raise ValueError(f"expert {bad} in routed_experts is outside [0, {record.num_experts})")
+    known = np.where(found < 0, np.iinfo(record.route_dtype).max, found).astype(record.route_dtype)
+    return padded_routes(known, num_tokens)
 
 
 def _read_kept(values: Any, ids: np.ndarray, most: int, request: Request) -> np.ndarray:

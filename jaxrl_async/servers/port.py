@@ -14,6 +14,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from jaxrl_async.records import NOBODY, Identity
+from jaxrl_async.types import NO_RECORD, Record
 from jaxrl_async.versions.store import StoredVersion
 from jaxrl_async.versions.version import Version
 
@@ -87,6 +88,7 @@ class Request:
     # Take tokens of weights that are no version, as before any push, and stamp them 0.
     any_weights: bool = False
     vocab_size: int = 2**31  # Tokens beyond it are refused.
+    record: Record = NO_RECORD  # the routes that are wanted, where the server gives any
 
 
 def seed_of(key: str) -> int:
@@ -298,6 +300,7 @@ class Servers(Protocol):
 
     run_id: str  # the run whose weights may sample; tokens of others are refused. "" for any run
     vocab_size: int  # of the run's model; tokens beyond it are refused
+    record: Record  # the choices that the run records of each token
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *error: object) -> None: ...

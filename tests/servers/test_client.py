@@ -1,6 +1,7 @@
 """The client of inference servers, against a fake one."""
 
 import asyncio
+import base64
 import dataclasses
 import json
 import time
@@ -23,6 +24,7 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
     UnfitServerError,
 )
+from jaxrl_async.types import Record
 
 
 @pytest.fixture
@@ -204,6 +206,60 @@ def test_kept_ids_become_ascending_rows_where_the_request_asks_for_them():
 def test_kept_ids_that_cannot_be_are_refused_by_name(kept, words):
     with pytest.raises(ValueError, match=words):
         read_completion(with_kept(kept), ASKS)
+
+
+RECORD = Record(num_layers=2, experts_per_token=1, num_experts=8)
+WANTS = Request("", (5, 6), {}, record=RECORD)
+
+
+def with_routes(routes):
+    found = answer([7, 8, 9], versions=[("3", 3)])
+    is_array = isinstance(routes, np.ndarray)
+    text = base64.b64encode(routes.astype("<i4").tobytes()).decode() if is_array else routes
+    found["meta_info"]["routed_experts"] = text
+    return found
+
+
+def test_routes_are_read_where_the_request_wants_them_and_the_last_tokens_are_not_known():
+    routes = np.arange(8).reshape(4, 2, 1)
+    found = read_completion(with_routes(routes), WANTS).routes
+    assert found.dtype == np.uint8 and found[:4].tolist() == routes.tolist()
+    assert found[4:].tolist() == [[[255], [255]]]
+    assert (
+        read_completion(with_routes(np.where(routes == 3, -1, routes)), WANTS).routes[1, 1] == 255
+    )
+    assert read_completion(with_routes(routes)).routes is None
+    assert read_completion(answer([7], versions=[("3", 1)]), WANTS).routes is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        (np.zeros((4, 3, 1)), "has 48 bytes, 5 tokens of 2 layers and 1 experts need 8 each"),
+        (np.zeros((4, 2, 2)), "has 64 bytes"),
+        (np.zeros((3, 2, 1)), "has 24 bytes"),
+        (np.full((4, 2, 1), 8), r"expert 8 in routed_experts is outside \[0, 8\)"),
+        (np.full((4, 2, 1), -2), "expert -2"),
+        (7, "routed_experts must be base64, got 7"),
+        ("é", "ASCII"),
+    ],
+)
+def test_routes_of_another_number_of_layers_or_experts_are_refused_by_name(routes, words):
+    with pytest.raises(ValueError, match=words):
+        read_completion(with_routes(routes), WANTS)
+
+
+async def test_requests_ask_for_routes_where_the_run_records_them(server):
+    server.version = "0"
+    async with InferenceClient(record=RECORD) as client:
+        await generate(client, server.address)
+        server.streams = True
+        await generate(client, server.address)
+        await generate(client, server.address)
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+    asked = [p.get("return_routed_experts") for p in server.payloads("/generate")]
+    assert asked == [True, True, True, None]
 
 
 def test_the_version_stands_behind_the_run_epoch():

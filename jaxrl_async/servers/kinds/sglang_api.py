@@ -31,7 +31,8 @@ class SglangApi(HttpKind):
         of a batch. Each is answered when it ends, and is refused, late or cancelled alone.
         """
         if self._streams:
-            answer = await self._batches.answer(_body(request), timeout_secs)
+            bound = answers.max_bytes(request)
+            answer = await self._batches.answer(_body(request), timeout_secs, bound)
             return self.read(answer, request)
         return await self.generate_alone(request, timeout_secs)
 
@@ -43,7 +44,7 @@ class SglangApi(HttpKind):
         body |= {"lora_path": adapter} if adapter is not None else {}
         route, client, address = "/generate", self.client, self.address
         call = ("POST", address, route, encode(body).encode(), client.headers(), timeout_secs)
-        bound = answers.max_bytes(request.sampling_params)
+        bound = answers.max_bytes(request)
         async with client.request(*call) as response:
             answer = await client.answer(response, address, route, bound)
         self._streams = self._streams or STREAMS_HEADER in response.headers
@@ -185,11 +186,12 @@ class SglangApi(HttpKind):
 
 
 def _body(request: port.Request) -> dict[str, Any]:
-    return {
+    body = {
         "rid": request.rid,
         "input_ids": request.input_ids,
         "sampling_params": request.sampling_params,
     }
+    return body | ({"return_routed_experts": True} if request.record.num_layers else {})
 
 
 TESTED = (

@@ -70,7 +70,7 @@ class Vllm(Compared):
         body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
         self._running.add(request.rid)
         try:
-            bound = {"max_bytes": answers.max_bytes(request.sampling_params)}
+            bound = {"max_bytes": answers.max_bytes(request)}
             answer = await self.post(GENERATE, body, timeout_secs, is_control=False, **bound)
         finally:
             self._running.discard(request.rid)
