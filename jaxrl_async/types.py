@@ -129,9 +129,9 @@ def spread_kept(
     return whole
 
 
-def padded_routes(routes: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
+def padded_routes(routes: np.ndarray, num_tokens: int) -> np.ndarray:
     """`Choices.routes` of a row whose first tokens have these; of the others they are not known."""
-    if routes is None or len(routes) == num_tokens:
+    if len(routes) == num_tokens:
         return routes
     whole = np.full((num_tokens, *routes.shape[1:]), np.iinfo(routes.dtype).max, routes.dtype)
     whole[: len(routes)] = routes

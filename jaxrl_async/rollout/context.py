@@ -274,7 +274,7 @@ class TrajectoryBuilder:
           turns: those that have rewards of their own, whose sum is the reward.
           finish_reason: "stop" or "length"; "" for that of the last completion.
         """
-        versions = np.array(self._versions, np.int32)
+        versions, routes = np.array(self._versions, np.int32), self._routes
         return Trajectory(
             tokens=np.array(self._tokens, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
@@ -286,7 +286,7 @@ class TrajectoryBuilder:
             components=dict(components),
             turns=tuple(turns),
             choices=Choices(
-                routes=padded_routes(self._routes, len(versions)),
+                routes=None if routes is None else padded_routes(routes, len(versions)),
                 kept=spread_kept(len(versions), self._kept),
             ),
         )

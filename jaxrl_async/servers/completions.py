@@ -101,12 +101,15 @@ def checked_completion(
         spans = [{"version": adapter, "start": 0, "end": count}]
     run_id = "" if request.any_weights else request.run_id
     versions = _read_versions(spans, count, run_id)
-    read = _read_logprobs(logprobs, count)
-    if most := request.sampling_params.get("max_kept", 0):
-        kept = _read_kept(kept, ids, most, request)
-    choices = {"kept": kept if most else None}
-    choices["routes"] = routes if request.record.num_layers else None
-    return Completion(ids, read, versions, finish_reason, **choices)
+    most = request.sampling_params.get("max_kept", 0)
+    return Completion(
+        ids,
+        _read_logprobs(logprobs, count),
+        versions,
+        finish_reason,
+        routes=routes if request.record.num_layers else None,
+        kept=_read_kept(kept, ids, most, request) if most else None,
+    )
 
 
 def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> list[int]:

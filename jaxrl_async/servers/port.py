@@ -114,13 +114,14 @@ class Completion:
 
     def cut(self, num_tokens: int, finish_reason: str) -> "Completion":
         """Its first tokens alone."""
-        end, kept, routes = num_tokens - len(self.tokens), self.kept, self.routes
-        arrays = (x[:num_tokens] for x in (self.tokens, self.logprobs, self.versions))
+        kept, routes, left_out = self.kept, self.routes, len(self.tokens) - num_tokens
         return Completion(
-            *arrays,
+            self.tokens[:num_tokens],
+            self.logprobs[:num_tokens],
+            self.versions[:num_tokens],
             finish_reason,
-            routes=routes[: len(routes) + end] if routes is not None else None,
-            kept=kept[:num_tokens] if kept is not None else None,
+            routes=None if routes is None else routes[: len(routes) - left_out],
+            kept=None if kept is None else kept[:num_tokens],
         )
 
 
