@@ -35,9 +35,8 @@ from jaxrl_async.versions.layout import tensor_digest
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
 _NEVER_SECS = 10**8  # in Orbax, whose deadlines are of the wall clock, which may step
 DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallback put aside
-OWNER = (
-    "owner"  # in a bucket: the learner that began last there, whose run may be another machine's
-)
+# In a bucket: the learner that began last there, whose run may be another machine's.
+OWNER = "owner"
 
 log = logging.getLogger(__name__)
 Place = tuple[slice, ...]
