@@ -492,7 +492,7 @@ class Verbs:
 
         def see_read(checkpoints: Checkpoints, step: int, like: Any) -> Any:
             directory = checkpoints._directory / str(step)
-            paths = sorted(path for path in directory.rglob("*") if path.is_file())
+            paths = sorted(path for path in pathlib.Path(directory).rglob("*") if path.is_file())
             kinds = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(like)]
             key = (
                 f"{step} {kinds} {[(str(p.relative_to(directory)), _digest_of(p)) for p in paths]}"

@@ -115,16 +115,16 @@ def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) 
     num_trained = num_indexes - NUM_OPEN
     size = min(GROUP_BYTES, num_bytes // NUM_OPEN // 2)
     num_groups = min(num_bytes // size, num_indexes)
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as c:
+    with contextlib.closing(journals._connect(path, isolation_level=None)) as c:
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "locking_mode = EXCLUSIVE"):
             c.execute(f"PRAGMA {pragma}")
         c.execute("BEGIN")
         c.executemany(
-            "INSERT INTO permits VALUES (?, 0, 'trained', '', 'rollout-0', 1000, 0)",
+            "INSERT INTO permits VALUES (?, 0, 'trained', '', 'rollout-0', 1000, 0, NULL)",
             ((i,) for i in range(num_trained)),
         )
         c.executemany(
-            "INSERT INTO permits VALUES (?, 0, 'held', '', 'rollout-0', 1000, 0)",
+            "INSERT INTO permits VALUES (?, 0, 'held', '', 'rollout-0', 1000, 0, NULL)",
             ((i,) for i in range(num_trained, num_indexes)),
         )
         c.executemany(
@@ -133,12 +133,12 @@ def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) 
         )
         last = num_trained // BATCH
         c.executemany(
-            "INSERT INTO chunks VALUES (?, 0, 1, ?)",
+            "INSERT INTO chunks VALUES (?, 0, 1, ?, NULL)",
             ((s + 1, json.dumps(list(range(s * BATCH, (s + 1) * BATCH)))) for s in range(last)),
         )
         point = json.dumps(ResumePoint(0, 0, (), {}, {}).to_json())
         c.executemany(
-            "INSERT INTO commits VALUES (?, ?, 0)",
+            "INSERT INTO commits VALUES (?, ?, 0, NULL)",
             (
                 (s, json.dumps(json.loads(point) | {"step": s, "frontier": s * BATCH}))
                 for s in range(1, last + 1)
@@ -148,10 +148,13 @@ def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) 
             "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, 0, 0)", (last,)
         )
         totals = {"message_bytes": num_groups * size, "completion_tokens": num_indexes * 1000}
-        c.executemany("INSERT INTO totals VALUES (?, ?)", totals.items())
+        c.executemany("INSERT INTO totals VALUES (?, ?, NULL)", totals.items())
         c.execute(
-            "INSERT INTO totals VALUES ('returned/dropped', ?)", (len(range(0, num_trained, 10)),)
+            "INSERT INTO totals VALUES ('returned/dropped', ?, NULL)",
+            (len(range(0, num_trained, 10)),),
         )
+        for table, columns in journals._CHECKED.items():
+            c.execute(f"UPDATE {table} SET checksum = checksum_of({columns})")
         c.execute("COMMIT")
         checksum, done = zlib.crc32(bytes(size)), 0
         for first in range(0, num_groups, per := max(1, DIG_BYTES // size)):

@@ -381,7 +381,11 @@ def test_everything_that_a_run_logs_is_in_the_reference(workdir):
     names = {name for row in rows for name in row} - {"step", "unix_time"}
     known = {n for n in names if n in METRICS or f"{n.split('/')[0]}/" in METRICS}
     assert len(rows) == 2 and names == known
-    always = {n for n in METRICS if not n.endswith("/") and not n.startswith("experts/")}
+    always = {
+        n
+        for n in METRICS
+        if not n.endswith("/") and not n.startswith(("experts/", "rollout/kept_"))
+    }
     always -= {"weights/delay", "policy/kl_penalty", "policy/kl_coefficient"}
     assert always - names <= {
         "policy/max_anchor_ratio",

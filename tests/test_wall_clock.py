@@ -35,6 +35,7 @@ LABELS = {
     "report/page.py": 1,  # the end of a run
     "roles/start.py": 1,  # the name of a workdir
     "rollout/chat.py": 1,  # "created" of OpenAI's answers
+    "security.py": 1,  # of a line in a log
     "sweeps/driver.py": 1,  # of a lock, for people
     "runtime/supervisor.py": 1,  # of a line in a log
     "tracker.py": 1,  # of a row

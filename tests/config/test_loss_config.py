@@ -211,6 +211,7 @@ NUMBERS = {
     "kl_coefficient": KL,
     "kl_final_coefficient": KL,
     "fixed_length": {"reduction": "fixed_length"},
+    "router_balance": {},
 }
 
 

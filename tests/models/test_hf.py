@@ -105,7 +105,7 @@ EXPERTS = dataclasses.replace(
     qk_norm=True,
     num_experts=4,
     experts_per_token=2,
-    expert_mlp_dim=6,
+    expert_mlp_dim=8,  # torch multiplies multiples of 16 bytes
     norm_topk=False,
 )
 
@@ -120,7 +120,7 @@ def _random_params(config):
 
 AS_EXPERTS = {name: value for name, value in vars(EXPERTS).items() if value != getattr(LLAMA, name)}
 AS_MIXTRAL = dict(
-    family="mixtral", num_experts=4, experts_per_token=2, expert_mlp_dim=10, windows=(4, 4)
+    family="mixtral", num_experts=4, experts_per_token=2, expert_mlp_dim=12, windows=(4, 4)
 )
 
 

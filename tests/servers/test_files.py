@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from fixtures.fake_sglang import FakeServer
 
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.roles import start
 from jaxrl_async.rollout.sampler import Sampler
@@ -63,7 +64,7 @@ def test_every_role_raises_the_soft_limit_to_the_hard_one_and_says_so(caplog, mo
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with soft_limit(256), caplog.at_level(logging.INFO):
         # An unknown role starts nothing else.
-        start.run_role("none", None, index=0, workdir=None, resume=False)
+        start.run_role("none", Settings(), index=0, workdir=None, resume=False)
         assert files.open_file_limit() == min(hard, files.MAX_OPEN_FILES)
     assert "raised from 256" in caplog.text
 
