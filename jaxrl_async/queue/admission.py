@@ -13,7 +13,7 @@ import heapq
 import logging
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
 from jaxrl_async.records import (
@@ -46,8 +46,7 @@ class State:
     reissue: tuple[Permit, ...]
     # each with its worker, and the version published when it was issued; None where it was not recorded
     running: tuple[tuple[Permit, str, int | None], ...]
-    # each with its bytes and the oldest version of its tokens, in completion order
-    held: tuple[tuple[Permit, int, int], ...]
+    held: tuple[tuple[Permit, int], ...]  # each with its bytes, in completion order
     leased: tuple[tuple[Permit, int], ...]  # each with its bytes
     chunks: dict[int, tuple[FixedChunk, ...]]  # of the uncommitted steps, by step
 
@@ -192,10 +191,11 @@ class Admission:
 
     # Events.
 
-    def recover(self, state: State, now: float) -> None:
+    def recover(self, state: State, now: float, oldest: Mapping[int, int]) -> None:
         """Takes over the state of a former queue with the same settings. Only for a new object.
 
-        Its running permits stay out: their age starts again, and their workers may still submit.
+        `oldest` has the oldest version of the tokens of each held group, by prompt_index. Permits that run stay out:
+        their age starts again, and their workers may still submit.
 
         Raises:
           OrderError: the state contradicts itself or batch_groups.
@@ -211,10 +211,10 @@ class Admission:
             for p, worker, version in state.running
         }
         self._held = {
-            p.prompt_index: _Held(p.attempt, size, oldest) for p, size, oldest in state.held
+            p.prompt_index: _Held(p.attempt, size, oldest[p.prompt_index]) for p, size in state.held
         }
         self._leased = {p.prompt_index: _Held(p.attempt, size) for p, size in state.leased}
-        self.num_bytes = sum(size for _, size, *_ in (*state.held, *state.leased))
+        self.num_bytes = sum(size for _, size in (*state.held, *state.leased))
         self.leases.recover(state.chunks)
 
     def publish(self, version: int, resume_point: ResumePoint | None = None) -> None:

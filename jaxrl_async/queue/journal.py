@@ -723,9 +723,6 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         permits = sorted((p for p, *_ in by_state[state]), key=lambda p: order[p.prompt_index])
         return tuple((p, len(messages[p.prompt_index])) for p in permits)
 
-    def oldest(permit: Permit) -> int:
-        return wire.versions_of(pb.Group.FromString(messages[permit.prompt_index]))[0]
-
     chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
     fixed = "SELECT step, last, prompt_indexes FROM chunks WHERE step > ? ORDER BY step, chunk"
     for step, is_last, indexes in c.execute(fixed, (resume_point.step,)).fetchall():
@@ -741,7 +738,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         returned=_counts(totals, "returned/", base.returned),
         reissue=tuple(p for p, *_ in by_state["reissue"]),
         running=tuple(by_state["running"]),
-        held=tuple((permit, size, oldest(permit)) for permit, size in sized("held")),
+        held=sized("held"),
         leased=sized("leased"),
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
     )

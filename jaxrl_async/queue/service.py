@@ -178,8 +178,9 @@ class QueueService:
             self._identity, self._nonce = journal.identity()
         self._fleet_reply = self._encode_fleet()  # made once for all who watch
         if journal is not None and (recovered := journal.recover()):
-            admission.recover(recovered.state, clock())
             self._groups = {i: pb.Group.FromString(m) for i, m in recovered.messages.items()}
+            oldest = {i: wire.versions_of(group)[0] for i, group in self._groups.items()}
+            admission.recover(recovered.state, clock(), oldest)
             self._run_epoch = recovered.run_epoch
             self._completion_tokens = recovered.completion_tokens
             self._set_servers(tuple(ServerRecord(*record) for record in recovered.servers))

@@ -120,7 +120,12 @@ def _random_params(config):
 
 AS_EXPERTS = {name: value for name, value in vars(EXPERTS).items() if value != getattr(LLAMA, name)}
 AS_MIXTRAL = dict(
-    family="mixtral", num_experts=4, experts_per_token=2, expert_mlp_dim=12, windows=(4, 4)
+    family="mixtral",
+    num_experts=4,
+    experts_per_token=2,
+    mlp_dim=12,
+    expert_mlp_dim=12,
+    windows=(4, 4),
 )
 
 

@@ -194,7 +194,7 @@ class Ledger:
                 for p in self.permits("running")
                 for e in [self.entries[p.prompt_index]]
             ),
-            held=tuple((p, size, self.sampled[p.prompt_index]) for p, size in sized("held")),
+            held=sized("held"),
             leased=sized("leased"),
             chunks={
                 s: tuple(c) for s, c in self.chunks.items() if c and s > self.resume_point.step
@@ -323,7 +323,7 @@ def run_admission(events, values):
         elif event == "kill":
             state = ledger.state(admission.v_pub)
             admission = Admission(**values)
-            admission.recover(state, now)
+            admission.recover(state, now, ledger.sampled)
             ledger.lost.clear()
             assert not admission.expired(now + 20.0)
         ledger.agrees(admission)
