@@ -175,7 +175,8 @@ def files_of(whole: pathlib.Path) -> list[str]:
 
 def rows_of(place: pathlib.Path) -> list[dict[str, Any]]:
     """The outcomes so far."""
-    lines = [line for path in sorted(place.glob("*.jsonl")) for line in path.open(encoding="utf-8")]
+    paths = sorted(place.glob("*.jsonl"))
+    lines = [line for path in paths for line in path.read_text("utf-8").splitlines()]
     return [json.loads(line) for line in lines]
 
 
