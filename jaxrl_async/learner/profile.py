@@ -25,9 +25,8 @@ class Profile:
         """Takes a step whose data has come."""
         if not self._is_on and self._first <= step <= self._last:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = (
-                0  # Every call of Python's would hide the rest, and slow it.
-            )
+            # Every call of Python's would hide the rest, and slow it.
+            options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._directory), profiler_options=options)
             self._is_on = True
 
