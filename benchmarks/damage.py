@@ -1,7 +1,7 @@
 """Damages to the files of a finished workdir, and what resume, evaluate, replay and report make of them.
 
     python benchmarks/damage.py [--damages=1000] [--workdir=DIR] [--seed=0] [--steps=1] [--workers=1] [--minutes=0]
-        [--commands=0] [--place=DIR] [--megabytes=512] [--out=DIR] [--smoke]
+        [--commands=0] [--place=DIR] [--megabytes=512] [--out=DIR] [--part=NAME] [--smoke]
 
 **damages.** Of a file drawn at random a bit is flipped, or it is truncated, deleted, or swapped with another one. Then
 the four verbs run, each in a copy of the damaged workdir, by the function that the command calls, in processes that
@@ -22,7 +22,8 @@ After a refusal of `resume` the remedy of its words is followed: stuck where the
 The damage with a number is the same whatever the number of workers; one that equals an earlier one has its outcomes.
 Every --commands-th damage is done again by commands, each in a process of its own, with a run's own roles and figures;
 their output and the files that they write are compared. --minutes ends the benchmark early, after the damages that are
-done by then; with --place the next call goes on after them.
+done by then; with --place the next call goes on after them. --part adds the damages, under this name, to the result
+that stands there.
 
 **digests.** Seconds and CPU seconds from a checkpoint's save until it is on disk, with digests and without, in turns,
 of the digests alone, and of the call that the learner waits for; of a state of --megabytes.
@@ -124,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--place", type=pathlib.Path, help="of the outcomes, to go on from")
     parser.add_argument("--megabytes", type=float, default=512.0, help="of the state with digests")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--part", help="of the result that stands there, to which it is added")
     parser.add_argument("--smoke", action="store_true", help="6 damages, no steps, 4 MB")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)  # its lines
     parser.add_argument("--numbers", type=json.loads, help=argparse.SUPPRESS)
@@ -152,8 +154,10 @@ def main(argv: list[str] | None = None) -> None:
         result["again_by_commands"] = summary(again)
         result["digests"] = digests(place / "checkpoints", args.megabytes)
     print(json.dumps(result, indent=2))
-    raw = ["secs_of_each", "raw"]
-    record.write(args.out / "damage.json", result, seeds=[args.seed], raw=raw)
+    path, raw = args.out / "damage.json", ["secs_of_each", "raw"]
+    if args.part:
+        result = record.read(path) | {args.part: result}
+    record.write(path, result, seeds=[args.seed], raw=raw, part=args.part or "all")
 
 
 def trained(workdir: pathlib.Path) -> pathlib.Path:
