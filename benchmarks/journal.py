@@ -14,6 +14,9 @@ after the other, 20 a second together, first alone and then while the queue forg
 call (`admitted` and `submitted`) as median, p99 and the longest. `at once` is one transaction that overwrites what it
 deletes, as before.
 
+**rows.** Steps of 64 groups are admitted, submitted, leased, trained and committed, with the checksums of rows (format
+3) and without, in turns. CPU seconds of the process and seconds, a group; the journals lie in memory where /dev/shm is.
+
 Results are printed and written to benchmarks/results/journal.json, or to --out, part by part; --smoke is quick.
 """
 
@@ -47,6 +50,7 @@ NUM_CALLERS = 16
 CALLS_A_SECOND = 20.0
 ALONE_SECS = 20.0
 DIG_BYTES = 4 << 30
+ROWS_BATCH, ROWS_BYTES = 64, (1_000, 200_000)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -57,10 +61,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--forget", type=float, default=22.0, help="gigabytes that are forgotten")
     parser.add_argument("--sparse", action="store_true", help="needs a quarter of the room")
-    parser.add_argument("--part", choices=("restart", "forget"), help="one alone")
+    parser.add_argument("--part", choices=("restart", "forget", "rows"), help="one alone")
     parser.add_argument("--directory", type=pathlib.Path, help="where the journals are made")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--smoke", action="store_true", help="20,000 indexes, 0.2 GB, 0.1 GB")
+    parser.add_argument(
+        "--smoke", action="store_true", help="20,000 indexes, 0.2 GB, 0.1 GB, 2 steps"
+    )
     args = parser.parse_args(argv)
     if args.smoke:
         args.indexes, args.gigabytes, args.forget = 20_000, 0.2, 0.1
@@ -74,16 +80,18 @@ def main(argv: list[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = pathlib.Path(directory) / "journal.sqlite"
-        if args.part != "forget":
+        if args.part in (None, "restart"):
             num_bytes = round(args.gigabytes * 1e9)
             add("restart", restart(path, args, num_bytes))
             _remove(path)
         alone_secs = 2.0 if args.smoke else ALONE_SECS
         for name, slices in (("in slices", True), ("at once", False)):
-            if args.part != "restart":
+            if args.part in (None, "forget"):
                 num_bytes = round(args.forget * 1e9)
                 add(f"forget {name}", asyncio.run(forget(path, num_bytes, slices, alone_secs)))
                 _remove(path)
+        if args.part in (None, "rows"):
+            add("rows", rows(2 if args.smoke else 50, 2 if args.smoke else 5))
 
 
 def restart(path: pathlib.Path, args: argparse.Namespace, num_bytes: int) -> dict:
@@ -312,6 +320,53 @@ async def forget(path: pathlib.Path, num_bytes: int, slices: bool, alone_secs: f
         "secs": round(took, 1),
         "calls_ms": {"alone": quantiles(alone), "meanwhile": quantiles(meanwhile)},
     }
+
+
+def rows(num_steps: int, num_pairs: int) -> dict:
+    """Milliseconds of a group with the checksums of its rows and without, by the bytes of its message."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    found: dict = {"steps": num_steps, "groups_per_step": ROWS_BATCH}
+    for size in ROWS_BYTES:
+        ms = {f"{clock}_{way}": [] for clock in ("cpu_ms", "ms") for way in ("with", "without")}
+        for pair in range(num_pairs + 1):  # The first one is not counted: it warms up.
+            for way in ("with", "without")[:: 1 if pair % 2 else -1]:
+                with tempfile.TemporaryDirectory(dir=memory) as directory:
+                    path = pathlib.Path(directory) / "journal.sqlite"
+                    secs = asyncio.run(train(path, num_steps, size, way == "with"))
+                for clock, value in zip(("cpu_ms", "ms"), secs, strict=True):
+                    if pair:
+                        ms[f"{clock}_{way}"].append(value * 1e3 / num_steps / ROWS_BATCH)
+        found[f"{size} bytes"] = {name: record.quartiles(values) for name, values in ms.items()}
+    return found
+
+
+async def train(
+    path: pathlib.Path, num_steps: int, size: int, checksums: bool
+) -> tuple[float, float]:
+    """CPU seconds and seconds of the journal's events of steps."""
+    journal = Journal(path, batch_groups=ROWS_BATCH, keep="checkpointed")
+    triggers = "SELECT name FROM sqlite_temp_master WHERE type = 'trigger'"
+    if not checksums:
+        names = await journal._put(lambda c: c.execute(triggers).fetchall())
+        assert names
+        await journal._put(lambda c: [c.execute(f"DROP TRIGGER temp.{name}") for (name,) in names])
+    message = np.random.default_rng(0).bytes(size)
+    await journal.published(0, 0, None)
+    cpu, began = time.process_time(), time.perf_counter()
+    for step in range(1, num_steps + 1):
+        indexes = tuple(range((step - 1) * ROWS_BATCH, step * ROWS_BATCH))
+        permits = [Permit(index, 0) for index in indexes]
+        await journal.admitted(permits, "rollout-0", step - 1)
+        await asyncio.gather(*(journal.submitted(permit, message, 1000) for permit in permits))
+        await journal.leased(step, 0, FixedChunk(indexes, True), new=True)
+        await journal.committed(ResumePoint(step, indexes[-1] + 1, (), {}, {}), indexes)
+        await journal.published(step, 0, None)
+        if step % 20 == 0:
+            await journal.checkpointed(step)
+    await journal.flushed()
+    used = time.process_time() - cpu, time.perf_counter() - began
+    journal.close()
+    return used
 
 
 def quantiles(secs: list[float]) -> dict:

@@ -179,6 +179,8 @@ def check_journal(result, directory):
     for name in ("forget in slices", "forget at once"):
         calls = result[name]["calls_ms"]
         assert calls["alone"]["calls"] > 0 and result[name]["gb"] == pytest.approx(0.1, rel=0.05)
+    for row in (result["rows"]["1000 bytes"], result["rows"]["200000 bytes"]):
+        assert row["cpu_ms_with"]["median"] > 0 < row["ms_without"]["median"]
 
 
 def check_bfloat16(result, directory):
