@@ -333,6 +333,9 @@ class Learner:
         "NVIDIA GPUs and bfloat16: `cudnn`, and tokamax's `mosaic_gpu` for Hopper and `triton` since Ampere. `auto` "
         "takes the best that fits device, model and rows, of all but `cudnn`.",
         choices=ATTENTION_KERNELS)
+    replay_routes: str = setting("auto", "Replay the engine's choice of experts: where servers return it (`auto`), or "
+        "refuse servers that do not (`on`), or never (`off`): the router decides, and is compared with it.",
+        choices=("auto", "on", "off"), since="0.2.0")
     head_chunk_tokens: int = setting(0, "Columns of a microbatch whose logits exist at a time; 0 for all.", at_least=0)
     num_processes: int = setting(1, "Processes of the learner, each with its part of the devices and of every "
         "minibatch.", at_least=1)

@@ -405,6 +405,7 @@ class _Routes:
                 "lora": dataclasses.asdict(lora) if (lora := engine.config.lora) else None,
                 "max_total_tokens": engine.max_total_tokens,
                 "max_kept": engine.max_kept,
+                "enable_return_routed_experts": bool(engine.config.num_experts),
                 "context_length": engine.max_total_tokens,
                 "max_running_requests": engine.num_slots,
                 "num_slots": engine.num_slots,

@@ -35,6 +35,7 @@ _LAG_MEANS = {
 _MAXIMA = ("total_ratio", "ratio", "staleness", "fresh_abs_log_ratio")
 _EXPERTS = {  # of a model with experts
     "experts/routes_differ": "differs",
+    "experts/routes_known": "known",
     "experts/entropy": "router_entropy",
     "experts/load": "load",
     "experts/balance": "balance",
@@ -99,6 +100,7 @@ class Statistics:
         if routing is not None:
             of_token |= {
                 "differs": routing.differs.mean(axis=0),
+                "known": routing.known.mean(axis=0),
                 "router_entropy": routing.entropy.mean(axis=0),
                 "load": jnp.broadcast_to(routing.load.mean(), t.mask.shape),
                 "balance": routing.balance.mean(axis=0),

@@ -89,7 +89,7 @@ class TrainStep:
 
         Args:
           learner: num_steps, max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens,
-            attention_kernel, shared_prompts and param_dtype are read.
+            attention_kernel, shared_prompts, replay_routes and param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
           device_lock: held while a program runs, to its end, where others use the device too.
@@ -528,6 +528,7 @@ class TrainStep:
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
             attention_kernel=self.attention_kernel,
             shared_prompts=self._learner.shared_prompts,
+            replay_routes=self._learner.replay_routes != "off",
             trained=trained,
         )
 
@@ -604,11 +605,13 @@ def policy_outputs(
     head_chunk_tokens: int | None,
     attention_kernel: str = "xla",
     shared_prompts: bool = True,
+    replay_routes: bool = True,
     trained: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array, experts.Routing | None]:
     """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters; and what routers did.
 
-    Where a batch has routes, its tokens go to those experts, with the weights that the router gives them now.
+    Where a batch has routes, its tokens go to those experts, with the weights that the router gives them now; without
+    `replay_routes` they are compared alone.
     `trained` is the model's: the layers that get a gradient.
     """
     model = nnx.merge(transformer.graphdef(config), params)
@@ -619,7 +622,7 @@ def policy_outputs(
     given = None
     if config.num_experts:
         routes = None if batch.routes is None else jnp.moveaxis(batch.routes, 2, 0)
-        given = experts.Given(batch.segment_ids > 0, batch.segment_ids, routes)
+        given = experts.Given(batch.segment_ids > 0, batch.segment_ids, routes, replay_routes)
     hidden, routing = model.routed(
         batch.tokens, batch.positions, *rows, trained=trained, given=given
     )

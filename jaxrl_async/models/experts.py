@@ -31,8 +31,9 @@ class Given(NamedTuple):
 
     counts: jax.Array  # bool [B, T]; the others are padding, which goes to no expert
     segment_ids: jax.Array  # int32 [B, T], the sequences of `Routing.balance`
-    # of `route_dtype` [L, B, T, K]: experts to use, its maximum where the router decides
+    # of `route_dtype` [L, B, T, K]: recorded experts, its maximum where there are none and the router decides
     routes: jax.Array | None = None
+    replay: bool = True  # use them; else the router decides, and is compared with them
 
 
 class Routing(NamedTuple):
@@ -40,8 +41,10 @@ class Routing(NamedTuple):
 
     # of `route_dtype` [B, T, K]: the router's own choice, best first; the maximum for padding
     routes: jax.Array
-    # float32 [B, T]: 1 where the own choice is another set than the experts used
-    differs: jax.Array
+    differs: (
+        jax.Array
+    )  # float32 [B, T]: 1 where the own choice is another set than the recorded experts
+    known: jax.Array  # float32 [B, T]: 1 where experts are recorded
     entropy: jax.Array  # float32 [B, T], nats
     load: jax.Array  # float32 []: tokens of the busiest expert over their mean
     # float32 [B, T]: the token's sequence's E · Σ_e (share of uses of e) · (mean p of e), ≥ 0
@@ -83,18 +86,20 @@ class Experts(nnx.Module):
         kernels = [kernel[...] for kernel in (self.gate_kernel, self.up_kernel, self.down_kernel)]
         router_DE = self.router_kernel[...].astype(jnp.float32)
         y_ND, probs_NE, used_NK, own_NK = self._divided(
-            x_ND, counts_N, routes_NK, router_DE, *(k.astype(x_ND.dtype) for k in kernels)
+            given.replay,
+            *(x_ND, counts_N, routes_NK, router_DE),
+            *(k.astype(x_ND.dtype) for k in kernels),
         )
-        routing = _routing(probs_NE, used_NK, own_NK, counts_N, dtype)
+        routing = _routing(probs_NE, routes_NK, own_NK, counts_N)
         rows = [axes.in_rows(x, *shape) for x in routing]
         balance_BT = _balance(*(axes.in_rows(x, *shape) for x in (probs_NE, used_NK)), given)
         return y_ND, Routing(*rows, _load(used_NK, counts_N, E), balance_BT)
 
-    def _divided(self, x_ND, counts_N, routes_NK, *kernels):
+    def _divided(self, replay, x_ND, counts_N, routes_NK, *kernels):
         """`_of_device` on each device of the mesh, if there is one."""
         mesh = jax.typeof(x_ND).sharding.mesh
         if mesh.empty or mesh.size == 1:
-            return self._of_device(x_ND, counts_N, routes_NK, *kernels)
+            return self._of_device(replay, x_ND, counts_N, routes_NK, *kernels)
         num = len(x_ND)
         padding = -num % axes.size(x_ND, *_TOKENS)  # Of rows that the mesh cannot divide.
         tokens = (
@@ -103,7 +108,7 @@ class Experts(nnx.Module):
         )
         of_tokens, wide = PartitionSpec(_TOKENS), PartitionSpec("expert", None, "tensor")
         divided = jax.shard_map(
-            functools.partial(self._of_device, on_mesh=True),
+            functools.partial(self._of_device, replay, on_mesh=True),
             mesh=mesh,
             in_specs=(
                 *(3 * (of_tokens,)),
@@ -118,15 +123,24 @@ class Experts(nnx.Module):
         return tuple(x[:num] for x in divided(*tokens, *kernels))
 
     def _of_device(
-        self, x_ND, counts_N, routes_NK, router_DE, gate_EDF, up_EDF, down_EFD, *, on_mesh=False
+        self,
+        replay,
+        x_ND,
+        counts_N,
+        routes_NK,
+        router_DE,
+        gate_EDF,
+        up_EDF,
+        down_EFD,
+        *,
+        on_mesh=False,
     ):
         K, num_own = self.config.experts_per_token, len(gate_EDF)
         # Else TPUs and GPUs would round: a token near a tie changes its experts.
         logits_NE = jnp.dot(x_ND.astype(jnp.float32), router_DE, precision="highest")
         probs_NE = jax.nn.softmax(logits_NE)
         _, own_NK = jax.lax.top_k(jax.lax.stop_gradient(logits_NE), K)
-        unknown_NK = routes_NK == np.iinfo(routes_NK.dtype).max
-        used_NK = jnp.where(unknown_NK, own_NK, routes_NK.astype(own_NK.dtype))
+        used_NK = _known_or(own_NK, routes_NK, replay)
         used_NK = checkpoint_name(used_NK, USED)
         weights_NK = jnp.take_along_axis(probs_NE, used_NK, axis=1)
         if self.config.norm_topk:
@@ -293,14 +307,25 @@ def _unsorted_backward(order_R, g_NKD):
 _unsorted.defvjp(lambda y, order, places: (y[places], order), _unsorted_backward)
 
 
-def _routing(probs_NE, used_NK, own_NK, counts_N, dtype):
-    """The fields routes, differs and entropy of `Routing`, of tokens on one axis."""
+def _known_or(own_NK, routes_NK, replay=True):
+    """The recorded experts, the router's own where there are none."""
+    is_known = (routes_NK != np.iinfo(routes_NK.dtype).max) & replay
+    return jnp.where(is_known, routes_NK.astype(own_NK.dtype), own_NK)
+
+
+def _routing(probs_NE, routes_NK, own_NK, counts_N):
+    """The fields routes, differs, known and entropy of `Routing`, of tokens on one axis."""
+    unknown = np.iinfo(routes_NK.dtype).max
     probs_NE = jax.lax.stop_gradient(probs_NE)
     logs_NE = jnp.log(jnp.maximum(probs_NE, jnp.finfo(jnp.float32).tiny))
     entropy_N = jnp.where(counts_N, -jnp.sum(probs_NE * logs_NE, axis=1), 0)
-    differs_N = jnp.any(jnp.sort(used_NK, axis=1) != jnp.sort(own_NK, axis=1), axis=1) & counts_N
-    routes_NK = jnp.where(counts_N[:, None], own_NK, np.iinfo(dtype).max).astype(dtype)
-    return routes_NK, differs_N.astype(jnp.float32), entropy_N
+    recorded_NK = _known_or(own_NK, routes_NK)
+    differs_N = (
+        jnp.any(jnp.sort(recorded_NK, axis=1) != jnp.sort(own_NK, axis=1), axis=1) & counts_N
+    )
+    known_N = (routes_NK[:, 0] != unknown) & counts_N
+    own_NK = jnp.where(counts_N[:, None], own_NK, unknown).astype(routes_NK.dtype)
+    return own_NK, *(x.astype(jnp.float32) for x in (differs_N, known_N)), entropy_N
 
 
 def _load(used_NK, counts_N, num_experts):

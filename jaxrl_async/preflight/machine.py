@@ -245,6 +245,8 @@ def _check_model(settings: Settings) -> None:
         raise ValueError(
             f"learner.expert = {expert} does not divide the experts of model.path, {config.num_experts}"
         )
+    if settings.learner.replay_routes == "on" and not config.num_experts:
+        raise ValueError("learner.replay_routes = 'on' needs a model with experts")
     hf.check_files(parts.model_directory(settings), config)
 
 

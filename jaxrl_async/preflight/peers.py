@@ -48,6 +48,7 @@ def expected_of(settings: Settings, config: Any) -> Expected:
         adapters=adapters,
         insecure=settings.security.insecure,
         max_kept=parts.record_of(settings).max_kept,
+        replay_routes=settings.learner.replay_routes if config.num_experts else "",
     )
 
 

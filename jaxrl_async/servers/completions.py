@@ -137,23 +137,34 @@ def _read_logprobs(values: Any, count: int) -> np.ndarray:
 
 
 def _read_routes(text: Any, num_tokens: int, record: Record) -> np.ndarray:
-    """Routes [P + N, L, K] from base64 of int32 [P + N − 1, L, K], or of one row more; of the last token not known.
-
-    −1 stands where they are not known.
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"routed_experts must be base64, got {shown(text)}")
-    raw, sizes = (
-        base64.b64decode(text, validate=True),
-        (record.num_layers, record.experts_per_token),
-    )
+    """Routes [P + N, L, K] from base64 of int32 [P + N − 1, L, K], or of one row more."""
+    raw = read_base64("routed_experts", text)
+    sizes = record.num_layers, record.experts_per_token
     of_token = 4 * sizes[0] * sizes[1]
     if len(raw) not in (of_token * (num_tokens - 1), of_token * num_tokens):
         has = f"routed_experts has {len(raw)} bytes"
         raise ValueError(
             f"{has}, {num_tokens} tokens of {sizes[0]} layers and {sizes[1]} experts need {of_token} each"
         )
-    found = np.frombuffer(raw, "<i4").reshape(-1, *sizes)[: num_tokens - 1]
+    return known_routes(np.frombuffer(raw, "<i4").reshape(-1, *sizes), num_tokens, record)
+
+
+def read_base64(name: str, text: Any) -> bytes:
+    """The bytes of a field; raises ValueError where it is no base64."""
+    if not isinstance(text, str):
+        raise ValueError(f"{name} must be base64, got {shown(text)}")
+    return base64.b64decode(text, validate=True)
+
+
+def known_routes(found: np.ndarray, num_tokens: int, record: Record) -> np.ndarray:
+    """Routes [num_tokens, L, K] of the record's dtype from integers [at least num_tokens − 1, L, K].
+
+    −1 stands where they are not known; of the last token they are not.
+
+    Raises:
+      ValueError: an expert is outside the record's bound.
+    """
+    found = found[: num_tokens - 1]
     if found.size and not -1 <= found.min() <= found.max() < record.num_experts:
         bad = found[(found < -1) | (found >= record.num_experts)][0]
         raise ValueError(f"expert {bad} in routed_experts is outside [0, {record.num_experts})")

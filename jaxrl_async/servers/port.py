@@ -149,6 +149,7 @@ class Expected:
     adapters: Adapters | None = None  # of a run that trains them
     insecure: bool = False  # security.insecure
     max_kept: int = 0  # rollout.max_kept of a run that cuts tokens off
+    replay_routes: str = ""  # learner.replay_routes of a model with experts
 
 
 @dataclasses.dataclass(frozen=True)

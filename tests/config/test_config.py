@@ -387,6 +387,13 @@ def test_a_value_of_another_type_is_refused():
             ["--config.server.addresses=('http://a:1','http://a:1')"],
             r"server.addresses .*twice.*http://a:1",
         ),
+        (["--config.learner.replay_routes=on"], r"replay_routes = 'on' needs a model with experts"),
+        (["--config.learner.expert=2"], r"learner.expert = 2 needs a model with experts"),
+        (
+            ["--config.model.family=qwen3_moe", "--config.model.num_experts=8", "--config.model.experts_per_token=2",
+             "--config.model.expert_mlp_dim=8", "--config.learner.expert=3"],
+            r"learner.expert = 3 does not divide model.num_experts = 8",
+        ),
         (
             ["--config.rollout.top_k=65"],
             r"rollout.max_kept must be ≥ rollout.top_k = 65, got 64",

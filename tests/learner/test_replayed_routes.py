@@ -71,12 +71,18 @@ def _metrics(accumulator, loss=A3PO):
     return {name: float(value) for name, value in found.items()}
 
 
+def _but_known(accumulator):
+    """Without the count of recorded tokens."""
+    column = Statistics(A3PO, has_experts=True)._sums.index("known")
+    return dataclasses.replace(accumulator, sums=accumulator.sums.at[:, column].set(0))
+
+
 def test_the_own_routes_replayed_change_nothing_and_others_change_the_policy():
     batch, made = _batch(), make(config=CONFIG)
     plain = accumulated([batch], made, config=CONFIG)
     own = _own_routes(batch)
     assert (own[batch.segment_ids > 0] < 8).all()
-    assert_same(accumulated([_with(batch, own)], made, config=CONFIG), plain)
+    assert_same(_but_known(accumulated([_with(batch, own)], made, config=CONFIG)), plain)
     unknown = np.full_like(own, UNKNOWN)
     assert_same(accumulated([_with(batch, unknown)], made, config=CONFIG), plain)
     assert _metrics(plain)["experts/routes_differ"] == 0
@@ -86,6 +92,18 @@ def test_the_own_routes_replayed_change_nothing_and_others_change_the_policy():
     assert np.abs(flat(others.grads) - flat(plain.grads)).max() > 1e-3
     router = others.grads["blocks"]["experts"]["router_kernel"][...]
     assert np.abs(np.asarray(router)).max() > 1e-4  # the weights are the live router's
+
+
+def test_without_replay_the_router_decides_and_is_compared_with_the_record():
+    batch, made = _batch(), make(config=CONFIG, replay_routes="off")
+    others = _other_routes(batch)
+    found = accumulated([_with(batch, others)], made, config=CONFIG)
+    live = accumulated([_with(batch, np.full_like(others, UNKNOWN))], made, config=CONFIG)
+    np.testing.assert_array_equal(flat(found.grads), flat(live.grads))
+    found, live = _metrics(found), _metrics(live)
+    assert found["experts/load"] == live["experts/load"]
+    assert (found["experts/routes_known"], live["experts/routes_known"]) == (1, 0)
+    assert found["experts/routes_differ"] > 0.5 and live["experts/routes_differ"] == 0
 
 
 def test_anchor_and_reference_replay_the_routes_too():

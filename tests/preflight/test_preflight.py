@@ -236,3 +236,17 @@ def test_a_learner_with_a_wrong_key_ends_at_once_and_says_so(server, run, monkey
 async def test_a_server_that_gives_no_kept_ids_is_refused_where_the_run_cuts_tokens_off(server):
     words = ("none of the ids that a token was drawn from", "rollout.top_p", "max_kept = 8")
     await refused(server, *words, expected=dataclasses.replace(EXPECTED, max_kept=8))
+
+
+async def test_a_server_without_routes_is_refused_where_replay_is_on_and_named_where_it_is_auto(
+    server, caplog
+):
+    needs = dataclasses.replace(EXPECTED, replay_routes="on")
+    words = ("returns no routes", "--enable-return-routed-experts", "learner.replay_routes")
+    await refused(server, *words, expected=needs)
+    for wanted, warns in (("auto", True), ("", False)):
+        caplog.clear()
+        await check(server, dataclasses.replace(EXPECTED, replay_routes=wanted))
+        assert ("returns no routes" in caplog.text) == warns
+    server.settings = {"enable_return_routed_experts": True}
+    await check(server, needs)

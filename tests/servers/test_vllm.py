@@ -1,7 +1,10 @@
 """The kind of vLLM, before a fake one. The real one runs the suite of all servers, test_conformance.py."""
 
+import base64
 import dataclasses
+import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from jaxrl_async.servers.port import (
     ServerError,
     UnfitServerError,
 )
+from jaxrl_async.types import Record
 from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 SECS = 20.0
@@ -127,6 +131,38 @@ async def test_an_answer_that_breaks_the_api_is_an_error(client, server, choice,
     with pytest.raises(NonsenseError, match=words) as error:
         await generate(client, server)
     assert error.value.retryable
+
+
+RECORD = Record(num_layers=2, experts_per_token=1, num_experts=300)
+
+
+def npy(routes):
+    """As vLLM writes them: base64 of a .npy file."""
+    file = io.BytesIO()
+    np.lib.format.write_array(file, routes)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def test_routes_are_read_where_it_returns_them(server):
+    server.version = "3"
+    routes = np.arange(260, 270, dtype=np.uint16).reshape(5, 2, 1)
+    async with InferenceClient(record=RECORD) as client:
+        await client.recognise(server.address, timeout_secs=SECS)
+        assert (await generate(client, server)).routes is None
+        server.choice = {"routed_experts": npy(routes)}
+        found = (await generate(client, server)).routes
+        assert found.dtype == np.uint16 and found[:5].tolist() == routes.tolist()
+        assert found[5:].tolist() == [[[65535], [65535]]]
+        short = routes[:, :1], "uint16 [5, 1, 1], must be uint8 or uint16 [5, 2, 1]"
+        far = routes + np.uint16(31), "expert 300 in routed_experts is outside [0, 300)"
+        for bad, words in (short, far, (routes.astype(float), "float64 [5, 2, 1], must be")):
+            server.choice = {"routed_experts": npy(bad)}
+            with pytest.raises(NonsenseError, match=re.escape(words)):
+                await generate(client, server)
+        for bad in ("", 7, base64.b64encode(b"no file").decode(), npy(routes)[:-4]):
+            server.choice = {"routed_experts": bad}
+            with pytest.raises(NonsenseError):
+                await generate(client, server)
 
 
 async def test_a_push_pauses_drops_the_cache_loads_compares_and_names(client, server, store):
@@ -242,6 +278,11 @@ async def test_one_that_fits_passes_the_preflight(client, server):
         ({"missing": {"/weight_info"}, "release": "0.29.1"}, {}, "vLLM 0.29.1: vLLM 0.32 is"),
         ({"release": "0.31.2"}, {}, "it is vLLM 0.31.2: vLLM 0.32 is tested"),
         ({"logprobs_mode": "raw_logprobs"}, {}, "raw_logprobs, .*--logprobs-mode processed_log"),
+        (
+            {},
+            {"replay_routes": "on"},
+            "returns no routes.*--enable-return-routed-experts, on a GPU",
+        ),
         ({"extension": ""}, {}, "on a CPU .*--worker-extension-cls jaxrl_async.extras.vllm"),
         ({"scale_out": False}, {}, "--enable-scale-out"),
         ({"missing": {"/weight_checker"}}, {}, "/weight_checker.* no such route"),

@@ -1,6 +1,7 @@
 """The questions of a preflight that kinds have in common, within one deadline."""
 
 import json
+import logging
 import pathlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -10,6 +11,8 @@ from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
 
 if TYPE_CHECKING:
     from jaxrl_async.servers.kinds.base import HttpKind
+
+log = logging.getLogger(__name__)
 
 
 class Checks:
@@ -110,6 +113,19 @@ class Checks:
                 f"rollout.top_p, top_k and min_p need rollout.max_kept = {wanted}: use embedded servers of this "
                 "config, or set rollout.top_p to 1, rollout.top_k and min_p to 0",
             )
+
+    def experts(self, are_returned: bool, flag: str) -> None:
+        """Says whether it returns the experts of a token, where the model has any; refuses it where they are needed."""
+        if not (wanted := self.expected.replay_routes):
+            return
+        if are_returned:
+            log.info("%s: returns routes (learner.replay_routes = %r)", self._address, wanted)
+            return
+        reason = f"it returns no routes, the experts of each token: start it with {flag}"
+        if wanted == "on":
+            route = self._server.INFO
+            raise self.unfit(route, f"{reason}, or set learner.replay_routes to 'auto'")
+        log.warning("%s: %s; the learner's router decides", self._address, reason)
 
     async def answer(self, ask: Callable[..., Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """The answer to a request for one token."""

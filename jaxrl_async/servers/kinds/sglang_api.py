@@ -134,6 +134,18 @@ class SglangApi(HttpKind):
         await checks.vocabulary(self.vocab_size)
         checks.context(await self._limits(checks))
         checks.kept_ids(self.info.get("max_kept", 0))
+        if expected.replay_routes:
+            checks.experts(await self.returns_routes(**checks.left()), "--" + ROUTES_FLAG)
+
+    async def returns_routes(self, *, timeout_secs: float) -> bool:
+        """Whether it returns the experts of each token, by its report or its flags."""
+        flag = ROUTES_FLAG.replace("-", "_")
+        told = (
+            self.info
+            if flag in self.info
+            else await self.optional("/server_info", timeout_secs=timeout_secs)
+        )
+        return bool(told.get(flag))
 
     async def check_adapters(self, checks: Checks) -> None:
         """Refuses it where it cannot take the run's adapters."""
@@ -194,6 +206,7 @@ def _body(request: port.Request) -> dict[str, Any]:
     return body | ({"return_routed_experts": True} if request.record.num_layers else {})
 
 
+ROUTES_FLAG = "enable-return-routed-experts"  # of SGLang and vLLM
 TESTED = (
     "SGLang 0.5.23 is tested; in front of SGLang-JAX, start jaxrl_async/extras/sglang_jax/server.py"
 )

@@ -8,19 +8,29 @@ A vLLM that takes part is started with FLAGS; docs/servers.md says what each is 
 """
 
 import functools
+import io
 import os
 import re
 import uuid
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
+
 from jaxrl_async.security import is_loopback
 from jaxrl_async.servers import answers, port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.completions import checked_completion, integers
+from jaxrl_async.servers.completions import (
+    checked_completion,
+    integers,
+    known_routes,
+    read_base64,
+)
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.kinds.compared import MODELS, Compared
 from jaxrl_async.servers.kinds.intake import Intake
+from jaxrl_async.servers.kinds.sglang_api import ROUTES_FLAG
+from jaxrl_async.types import ROUTE_DTYPES, Record
 from jaxrl_async.versions import protocol
 
 GENERATE = "/inference/v1/generate"
@@ -216,6 +226,9 @@ class Vllm(Compared):
         if checks.expected.max_kept and not settings["model_config"].get("return_sampling_mask"):
             why = "it returns none of the ids that a token was drawn from, which rollout.top_p, top_k and min_p need"
             raise _lacks(checks, "--return-sampling-mask", why)
+        told = settings["model_config"], settings.get("aux_output_config") or {}
+        name = ROUTES_FLAG.replace("-", "_")
+        checks.experts(any(of.get(name) for of in told), f"--{ROUTES_FLAG}, on a GPU")
         if "cpu" in settings["device_config"].values() and not _is_extended(settings):
             why = "on a CPU it packs its linear layers, which a push would then not change"
             raise _lacks(checks, f"--worker-extension-cls {EXTENSION}", why)
@@ -359,7 +372,24 @@ def _completion(
         raise ValueError(f"the ids of logprobs are not token_ids ({len(ids)} tokens)")
     logprobs = [item["logprob"] for item in content]
     done = ids, logprobs, spans, choice["finish_reason"], request, adapter
-    return checked_completion(*done, kept=choice.get("sampling_mask"))
+    routes = None
+    if request.record.num_layers and (text := choice.get("routed_experts")) is not None:
+        routes = _read_routes(text, len(request.input_ids) + len(ids), request.record)
+    return checked_completion(*done, kept=choice.get("sampling_mask"), routes=routes)
+
+
+def _read_routes(text: Any, num_tokens: int, record: Record) -> np.ndarray:
+    """Routes [P + N, L, K] from base64 of a .npy file, uint8 or uint16 [P + N − 1, L, K]."""
+    file = io.BytesIO(read_base64("routed_experts", text))
+    if (version := np.lib.format.read_magic(file)) != (1, 0):
+        raise ValueError(f"routed_experts is a .npy file of version {version}, not (1, 0)")
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    wanted = (num_tokens - 1, record.num_layers, record.experts_per_token)
+    if shape != wanted or is_fortran or dtype not in ROUTE_DTYPES:
+        raise ValueError(
+            f"routed_experts is {dtype} {list(shape)}, must be uint8 or uint16 {list(wanted)}"
+        )
+    return known_routes(np.frombuffer(file.read(), dtype).reshape(shape), num_tokens, record)
 
 
 TESTED = "vLLM 0.32 is tested; install it or a later one"
