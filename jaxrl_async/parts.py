@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jaxrl_async.evaluation.score import EvaluationSet
     from jaxrl_async.inference.engine import Engine
     from jaxrl_async.learner.checkpoint import Checkpoints
+    from jaxrl_async.learner.packing import Packer
     from jaxrl_async.learner.train_step import TrainStep
     from jaxrl_async.models.lora import LoRA
     from jaxrl_async.models.transformer import ModelConfig
@@ -374,6 +375,16 @@ def record_of(settings: Settings) -> Record:
         num = found.get("num_experts") or found.get("num_local_experts") or 0
         sizes = found.get("num_hidden_layers", 0), found.get("num_experts_per_tok", 0), num
     return Record(*sizes, max_kept=kept) if sizes[2] else Record(max_kept=kept)
+
+
+def packer_of(settings: Settings, process: int = 0) -> Packer:
+    """The packer of a process of the learner."""
+    from jaxrl_async.learner.packing import Packer
+
+    by_prompt = settings.loss.reduction == "prompt_mean"
+    return Packer(
+        settings.learner, process=process, record=record_of(settings), by_prompt=by_prompt
+    )
 
 
 def message_bytes_of(settings: Settings) -> int:

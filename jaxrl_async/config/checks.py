@@ -110,7 +110,7 @@ def is_local(address: str) -> bool:
 
 
 # Advantages that are undefined in a group of 1. The others are 0 there: an earlier run resumes, and learns nothing.
-NEEDS_PEERS = ("grpo", "rloo")
+NEEDS_PEERS = ("grpo", "rloo", "batch")
 
 # Waits, each with the longer one that must outlast it: else the longer one ends a run that the shorter would mend.
 _OUTLASTED = (
@@ -408,6 +408,11 @@ def _of_loss(s: Settings) -> Iterator[str]:
         yield f"loss.{error}"
     if loss.advantage in NEEDS_PEERS and rollout.group_size < 2:
         yield _needs_peers(s)
+    if loss.advantage == "batch" and s.mode == "periodic":
+        yield (
+            "loss.advantage 'batch' needs the rewards of all groups of a step, and mode 'periodic' trains the first "
+            "before it has the last: mode must be 'sync' or 'async'"
+        )
     if loss.advantage == "turns":
         if rollout.function in ("single_turn", "agent"):
             yield (

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl_async.config.fields import refusal, setting
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns", "batch")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
 RATIOS = ("token", "sequence")
 SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg", "sapo", "topr")
@@ -26,9 +26,11 @@ WEIGHTS = (
     "dppo_mask",
     "sequence_tis",
     "sequence_mis",
+    "geometric_tis",
+    "geometric_mask",
 )
 KLS = ("none", "k1", "k2", "k3")
-REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
+REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length", "prompt_mean")
 
 # Of plain PPO, whose clip is around the policy that sampled.
 _ON_BEHAVIOR = {"anchor": "behavior", "behavior_weight": "none", "behavior_cap": None}
@@ -54,18 +56,25 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cispo": _ON_BEHAVIOR
     | {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "reduction": "token_mean"},
     "dg": _ON_BEHAVIOR | {"surrogate": "dg", "advantage": "dr_grpo"},
+    "sapo": _ON_BEHAVIOR | {"surrogate": "sapo", "advantage": "grpo", "reduction": "sequence_mean"},
+    "topr": _ON_BEHAVIOR | {"surrogate": "topr", "advantage": "dr_grpo"},
+    "asymre": _ON_BEHAVIOR
+    | {"surrogate": "reinforce", "advantage": "dr_grpo", "baseline_shift": -0.1},
+    "scalerl": _ON_BEHAVIOR
+    | {
+        "surrogate": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+        "advantage": "batch",
+        "reduction": "prompt_mean",
+    },
 }
 
 WITHOUT_RATIO = ("reinforce", "dg", "topr")  # surrogates of log π_θ itself
-_OF_TRAINER = ("tis", "sequence_tis", "sequence_mis")  # weights of the trainer's own log-probs
-_CAPPED = (
-    "mask",
-    "clamp",
-    "tis",
-    "icepop",
-    "sequence_tis",
-    "sequence_mis",
-)  # weights that take behavior_cap
+_BANDED = ("icepop", "geometric_mask")  # weights that take behavior_floor
+# Weights of the trainer's own log-probs.
+_OF_TRAINER = ("tis", "sequence_tis", "sequence_mis", "geometric_tis", "geometric_mask")
+_CAPPED = ("mask", "clamp", "icepop", *_OF_TRAINER)  # weights that take behavior_cap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +91,8 @@ class LossConfig:
     preset: str = setting("", "Loss of a paper, whose parts and numbers take the place of defaults (docs/losses.md); "
         "empty for none.", choices=tuple(PRESETS), since="0.1.0")
     advantage: str = setting("grpo", "Advantage estimator.", choices=ADVANTAGES)
+    baseline_shift: float = setting(0.0, "Number δV that is added to the baseline of the advantage (AsymRE): below 0, "
+        "good answers count more than bad ones.", unit="reward", since="0.2.0")
     anchor: str = setting("a3po", "Policy π_p that the clip is around.", choices=ANCHORS)
     a3po_fresh: str = setting("behavior", "Anchor of tokens with staleness 0 under anchor `a3po`.",
         choices=("behavior", "current"))
@@ -96,14 +107,19 @@ class LossConfig:
     behavior_weight: str = setting("mask", "Weight π_p/π_b of each token, for the policy that sampled it.",
         choices=WEIGHTS, was="loss.behavior_cap_mode")
     behavior_cap: float | None = setting(5.0, "Cap C of behavior_weight `mask`, `clamp`, `icepop`, `tis`, "
-        "`sequence_tis` and `sequence_mis`; None for the others.", above=0)
-    behavior_floor: float | None = setting(None, "Lower end of the band of behavior_weight `icepop`, which ends at "
-        "loss.behavior_cap; None for the others.", at_least=0)
+        "`sequence_tis`, `sequence_mis`, `geometric_tis` and `geometric_mask`; None for the others.", above=0)
+    behavior_floor: float | None = setting(None, "Lower end of the band of behavior_weight `icepop` and "
+        "`geometric_mask`, which ends at loss.behavior_cap; None for the others.", at_least=0)
     dppo_delta: float | None = setting(None, "Bound δ of behavior_weight `dppo_mask` on the difference of "
         "probabilities; None for the others.", above=0, below=1)
+    off_policy_delta: float | None = setting(None, "Bound δ on the mean over an answer of log π_b − log π_θ, above "
+        "which an answer with a negative advantage is dropped (DeepSeek-V3.2); None for no bound.", above=0,
+        unit="nats", since="0.2.0")
     kl: str = setting("none", "Estimator of the KL penalty.", choices=KLS)
     kl_to: str = setting("reference", "Policy that the KL penalty is measured against: version 0 of the run "
         "(`reference`), or the one that sampled (`behavior`).", choices=("reference", "behavior"))
+    kl_weighted: bool = setting(False, "Multiply each token's estimate by π_θ/π_b, which makes `k1` and `k3` unbiased "
+        "where an older policy sampled.", since="0.2.0")
     kl_coefficient: float = setting(0.0, "Coefficient of the KL penalty, above 0 unless loss.kl is `none`.", at_least=0)
     kl_final_coefficient: float | None = setting(None, "Coefficient of the KL penalty in the last step, to which it "
         "goes linearly; None for a constant one.", at_least=0, since="0.2.0")
@@ -164,6 +180,13 @@ class LossConfig:
 
     def _contradictions(self) -> Iterator[str]:
         weight, surrogate, anchor = self.behavior_weight, self.surrogate, self.anchor
+        if self.kl == "none" and self.kl_weighted:
+            yield "kl_weighted must be False with kl 'none', got True"
+        if self.baseline_shift and self.advantage in ("grpo", "batch"):
+            yield (
+                "baseline_shift is in units of reward: advantage must not be one that divides by a spread, got "
+                f"{self.advantage!r}"
+            )
         if self.kl == "none" and self.kl_final_coefficient is not None:
             yield f"kl_final_coefficient must be None with kl 'none', got {self.kl_final_coefficient}"
         if (self.kl == "none") != (not self.kl_coefficient and not self.kl_final_coefficient):
@@ -177,12 +200,13 @@ class LossConfig:
                 f"others, got {self.behavior_cap} with {weight!r}"
             )
         for name, part, only in (
-            ("fixed_length", "reduction", "fixed_length"),
-            ("behavior_floor", "behavior_weight", "icepop"),
-            ("dppo_delta", "behavior_weight", "dppo_mask"),
+            ("fixed_length", "reduction", ("fixed_length",)),
+            ("behavior_floor", "behavior_weight", _BANDED),
+            ("dppo_delta", "behavior_weight", ("dppo_mask",)),
         ):
-            if ((value := getattr(self, name)) is not None) != (getattr(self, part) == only):
-                yield f"{name} must be a number with {part} {only!r} and None otherwise, got {value}"
+            if ((value := getattr(self, name)) is not None) != (getattr(self, part) in only):
+                names = " or ".join(map(repr, only))
+                yield f"{name} must be a number with {part} {names} and None otherwise, got {value}"
         if (self.behavior_floor or 0) > (self.behavior_cap or 0):
             cap = f"behavior_cap = {self.behavior_cap}"
             yield f"behavior_floor must be in [0, {cap}], got {self.behavior_floor}"
@@ -202,14 +226,23 @@ class LossConfig:
                 "surrogate 'dg' uses no behavior probabilities, which a weight would bring back: behavior_weight "
                 f"must be 'none', got {weight!r}"
             )
-        if surrogate == "dg" and self.kl != "none" and self.kl_to == "behavior":
+        if (
+            surrogate == "dg"
+            and self.kl != "none"
+            and (self.kl_to == "behavior" or self.kl_weighted)
+        ):
             yield (
-                "surrogate 'dg' uses no behavior probabilities, which a KL to 'behavior' would bring back"
+                "surrogate 'dg' uses no behavior probabilities, which a KL to 'behavior' or kl_weighted would bring "
+                "back"
             )
-        if surrogate == "dg" and self.advantage == "grpo":
+        if surrogate == "dg" and self.off_policy_delta is not None:
+            yield (
+                "surrogate 'dg' uses no behavior probabilities, which off_policy_delta would bring back"
+            )
+        if surrogate == "dg" and self.advantage in ("grpo", "batch"):
             yield (
                 "surrogate 'dg' gates by the advantage in units of reward, R − mean: advantage must be 'dr_grpo' or "
-                "'rloo', or 'turns' of an environment, got 'grpo', which divides by the spread"
+                f"'rloo', or 'turns' of an environment, got {self.advantage!r}, which divides by the spread"
             )
         is_used = surrogate not in WITHOUT_RATIO or weight != "none"
         if not is_used and anchor in ("recompute", "a3po", "linear"):
@@ -232,7 +265,7 @@ class LossConfig:
 
     def _does_less(self) -> Iterator[str]:
         weight, anchor = self.behavior_weight, self.anchor
-        if self.kl == "k1":
+        if self.kl == "k1" and not self.kl_weighted:
             yield (
                 "kl 'k1' has a gradient that is 0 in expectation: as a penalty it adds noise and nothing else; use "
                 "'k2', whose gradient is the KL's, or 'k3'"

@@ -19,7 +19,6 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.fit import flops, hlo, links
 from jaxrl_async.fit.targets import Target
 from jaxrl_async.inference import programs as inference
-from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import mesh_of
 from jaxrl_async.models import lora
 from jaxrl_async.models.transformer import ModelConfig
@@ -308,7 +307,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         opt_bytes = 0
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
-    batch = Packer(learner, record=parts.record_of(settings)).padding()
+    batch = parts.packer_of(settings).padding()
     network = network_of(target, devices, list(mesh.devices.flat))
     for name, traced in train_step.trace(batch).items():
         resident = opt_bytes if name != "update" else base_bytes

@@ -116,7 +116,7 @@ def train(
       TooManyFailuresError: failures exceed their budget.
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
-    advantages = ADVANTAGES[settings.loss.advantage]
+    advantages_of, shift = ADVANTAGES[settings.loss.advantage], settings.loss.baseline_shift
     rewards = _turn_rewards if settings.loss.advantage == "turns" else _rewards
     state, accumulator = train_step.warm_up(state, pack.padding(), reference)
     wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
@@ -147,9 +147,14 @@ def train(
             finalizer.stop()
             break
         for chunk in itertools.chain([first], chunks):
-            minibatches = packing.split_minibatches(chunk.groups, settings.learner.num_minibatches)
+            num = settings.learner.num_minibatches
+            minibatches = packing.split_minibatches(chunk.groups, num)
             with timers("pack"):
-                packed = [pack(m, advantages(rewards(m)), last=chunk.last) for m in minibatches]
+                advantages = np.split(advantages_of(rewards(chunk.groups)) - shift, num)
+                packed = [
+                    pack(m, of, last=chunk.last)
+                    for m, of in zip(minibatches, advantages, strict=True)
+                ]
             with timers("accumulate"):
                 placed = [[train_step.place(batch) for batch in m] for m in packed]
                 # Before any update: anchors are scored at the weights that the step starts from.

@@ -24,15 +24,23 @@ class Packer:
     groups, and fills up with padding at the end.
     """
 
-    def __init__(self, learner: Learner, *, process: int = 0, record: Record = NO_RECORD):
+    def __init__(
+        self,
+        learner: Learner,
+        *,
+        process: int = 0,
+        record: Record = NO_RECORD,
+        by_prompt: bool = False,
+    ):
         """Starts with no waiting trajectory.
 
         Args:
           learner: microbatch_rows (over all processes), row_tokens, packing, shared_prompts and num_processes are read.
           process: index of this process, in [0, num_processes).
           record: the choices that batches have.
+          by_prompt: all samples of a group count as one, as of reduction "prompt_mean".
         """
-        self._record = record
+        self._record, self._by_prompt = record, by_prompt
         self._process, self._num_processes = process, learner.num_processes
         self._own_rows = learner.microbatch_rows // learner.num_processes
         self._layout = {
@@ -65,7 +73,11 @@ class Packer:
         layouts = []
         for i, waiting in enumerate(self._waiting):
             share = Share(i, self._num_processes).of_minibatch(len(groups))
-            pieces = [piece for j in share for piece in _pieces(groups[j], advantages[j])]
+            pieces = [
+                piece
+                for j in share
+                for piece in _pieces(groups[j], advantages[j], by_prompt=self._by_prompt)
+            ]
             if i == self._process and self._layout["shared_prompts"]:
                 _check_prompts(pieces)
             waiting += pieces
@@ -110,7 +122,7 @@ class _Piece:
         return _Piece(self.prompt_index, trajectories, *arrays)
 
 
-def _pieces(group, advantages):
+def _pieces(group, advantages, *, by_prompt):
     """The first rows of all samples, which have the group's prompt; then every further row by itself.
 
     Depends on the numbers of rows alone, but for the shares, which need the masks.
@@ -118,7 +130,7 @@ def _pieces(group, advantages):
     samples = group.samples
     _check_advantages(advantages, len(samples), "samples")
     nums = [len(rows) for rows in samples]
-    shares = [_shares(rows) for rows in samples]
+    shares = [_shares(rows) for rows in ([group.trajectories] if by_prompt else samples)]
     advantages = np.repeat(advantages.reshape(len(samples), -1), nums, axis=0)
     whole = _Piece(group.prompt_index, group.trajectories, advantages, np.concatenate(shares))
     firsts = np.cumsum(nums) - nums

@@ -45,6 +45,18 @@ def dr_grpo(rewards: Array) -> Array:
     return _centred(rewards, min_group_size=1)
 
 
+def batch(rewards: Array) -> Array:
+    """Rewards relative to their group's mean, in units of the spread of all groups.
+
+        A = (R − mean_G) / (std_B + 1e-6),    std_B of R − mean_G over the N·G samples of the step (ddof 1)
+
+    "The Art of Scaling RL Compute for LLMs" (ScaleRL), arXiv 2510.13786. With one group it is `grpo`. Arguments, result
+    and error as of `grpo`, of all groups of a step.
+    """
+    centred = _centred(rewards, min_group_size=2)
+    return centred / (centred.std(ddof=1) + 1e-6)
+
+
 def rloo(rewards: Array) -> Array:
     """Each reward relative to the mean of the other G − 1.
 
@@ -91,9 +103,9 @@ def turns(rewards: np.ndarray) -> np.ndarray:
     return np.where(has, shifted - shifted.sum(axis=1, keepdims=True) / num, np.float32(0))
 
 
-# Each needs the rewards of one group only, so groups can be trained in any order, a few at a time (mode periodic).
-# Advantages that need the whole batch, such as whitened ones, would have to be refused there.
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "turns": turns}
+# All but "batch" need the rewards of one group only, so groups can be trained in any order, a few at a time (mode
+# periodic, which refuses "batch").
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "turns": turns, "batch": batch}
 
 
 def _centred(rewards, *, min_group_size):

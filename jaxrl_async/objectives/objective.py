@@ -39,6 +39,15 @@ def objective(
     anchor = anchors.ANCHORS[config.anchor](t, config)
     ratio = ratios.RATIOS[config.ratio](t.logprobs, anchor, t.mask, t.segment_ids)
     weight = weights.WEIGHTS[config.behavior_weight](t, anchor - t.behavior_logprobs, config)
+    if config.off_policy_delta is not None:
+        weight = weight * weights.off_policy_mask(
+            t.logprobs,
+            t.behavior_logprobs,
+            t.advantages,
+            t.segment_ids,
+            t.mask,
+            delta=config.off_policy_delta,
+        )
     loss = weight * surrogates.SURROGATES[config.surrogate](t, ratio, config)
     penalty = _penalty(t, config)
     if penalty is not None:
@@ -61,4 +70,7 @@ def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:
     if config.kl == "none":
         return None
     other = t.reference_logprobs if config.kl_to == "reference" else t.behavior_logprobs
-    return kl.KLS[config.kl](t.logprobs, given(other), t.mask)
+    estimate = kl.KLS[config.kl](t.logprobs, given(other), t.mask)
+    if config.kl_weighted:  # The gradient is through both: "DeepSeek-V3.2", arXiv 2512.02556.
+        estimate *= ratios.token(t.logprobs, t.behavior_logprobs, t.mask)
+    return estimate

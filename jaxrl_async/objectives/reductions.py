@@ -64,6 +64,8 @@ def fixed_length(
     return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids, sample_share)[1]
 
 
+# With "prompt_mean" the packer gives shares of a prompt's tokens instead of a sample's: the mean over prompts of the
+# mean over all tokens of each one's samples. "The Art of Scaling RL Compute for LLMs" (ScaleRL), arXiv 2510.13786.
 # Name → (scale, share), from (tokens, config).
 REDUCTIONS: dict[str, Callable[[Tokens, LossConfig], tuple[jax.Array, jax.Array]]] = {
     "token_mean": lambda t, c: token_mean(t.mask),
@@ -71,4 +73,5 @@ REDUCTIONS: dict[str, Callable[[Tokens, LossConfig], tuple[jax.Array, jax.Array]
     "fixed_length": lambda t, c: fixed_length(
         t.mask, t.segment_ids, t.sample_share, length=given(c.fixed_length)
     ),
+    "prompt_mean": lambda t, c: sequence_mean(t.mask, t.segment_ids, t.sample_share),
 }

@@ -88,6 +88,42 @@ def dppo_mask(
     return jnp.where(dropped, 0.0, 1.0)
 
 
+def off_policy_mask(
+    logprobs: jax.Array,
+    behavior_logprobs: jax.Array,
+    advantages: jax.Array,
+    segment_ids: jax.Array,
+    mask: jax.Array,
+    *,
+    delta: float,
+) -> jax.Array:
+    """1, or 0 for a trajectory that is worse than the baseline and far from the policy that sampled it.
+
+        0 where A < 0 and mean over the trajectory of (log π_b − log π_θ) > δ
+
+    "DeepSeek-V3.2", arXiv 2512.02556, which gives no δ.
+
+    Args:
+      logprobs: float [B, T], log π_θ in nats, already masked.
+      behavior_logprobs: float [B, T], nats, already masked.
+      advantages: float [B, T].
+      segment_ids: int [B, T], one per trajectory.
+      mask: bool [B, T].
+      delta: δ > 0, nats.
+
+    Returns:
+      float32 [B, T], detached.
+    """
+    away = behavior_logprobs - jax.lax.stop_gradient(logprobs)
+    return jnp.where((advantages < 0) & (_mean(away, segment_ids, mask) > delta), 0.0, 1.0)
+
+
+def _mean(x: jax.Array, segment_ids: jax.Array, mask: jax.Array) -> jax.Array:
+    """Mean over the sampled tokens of each segment, on every token of it."""
+    counts = masked.segment_sum(masked.keep(1.0, mask), segment_ids)
+    return masked.segment_sum(x, segment_ids) / jnp.maximum(counts, 1.0)
+
+
 # Name → weight of each token, from (tokens, log π_p − log π_b, config).
 WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "none": lambda t, log_u, c: capped(log_u, cap=None, mode="none"),
@@ -109,5 +145,16 @@ WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     ),
     "sequence_mis": lambda t, log_u, c: capped(
         masked.segment_sum(log_u, t.segment_ids), cap=c.behavior_cap, mode="mask"
+    ),
+    # The same by the trajectory's geometric mean, whose length does not count; the mask has no weight beside it.
+    "geometric_tis": lambda t, log_u, c: capped(
+        _mean(log_u, t.segment_ids, t.mask), cap=c.behavior_cap, mode="clamp"
+    ),
+    "geometric_mask": lambda t, log_u, c: jnp.sign(
+        banded(
+            _mean(log_u, t.segment_ids, t.mask),
+            low=given(c.behavior_floor),
+            high=given(c.behavior_cap),
+        )
     ),
 }

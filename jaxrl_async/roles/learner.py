@@ -22,7 +22,6 @@ from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.learner import checkpoint, follower, processes
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
-from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.learner.profile import Profile, TracedTimers
 from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
@@ -402,9 +401,7 @@ class _Process:
                 state,
                 first_step=version + 1,
                 settings=settings,
-                pack=Packer(
-                    settings.learner, process=self.process, record=parts.record_of(settings)
-                ),
+                pack=parts.packer_of(settings, self.process),
                 queue=queue,
                 publisher=publisher,
                 save=save,

@@ -22,7 +22,6 @@ from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
-from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.queue.journal import JournalReader
@@ -133,7 +132,7 @@ def replay(
             first_step=first + 1,
             settings=replayed,
             train_step=train_step,
-            pack=Packer(settings.learner, process=0, record=parts.record_of(settings)),
+            pack=parts.packer_of(settings),
             queue=ReplayQueue(reader),
             publisher=_Nobody(),
             save=save,

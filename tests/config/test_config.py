@@ -277,6 +277,10 @@ def test_a_value_of_another_type_is_refused():
             ["--config.rollout.group_size=1", "--config.loss.advantage=dr_grpo", "--config.rollout.drop_equal_rewards"],
             r"drop_equal_rewards .*rollout.group_size ≥ 2",
         ),
+        (
+            ["--config.loss.advantage=batch", "--config.mode=periodic"],
+            r"'batch' needs the rewards of all groups .*'periodic'",
+        ),
         (["--config.loss.advantage=turns"], r"'turns' needs turns .*rollout.function = 'single_turn'"),
         (
             ["--config.loss.advantage=turns", "--config.rollout.drop_equal_rewards"],

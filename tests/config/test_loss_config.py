@@ -33,6 +33,7 @@ DPPO = {
     "dppo_delta": 0.2,
 }
 TIS = {"anchor": "recompute", "behavior_weight": "tis", "behavior_cap": 2.0}
+GEOMETRIC = {"anchor": "recompute", "behavior_weight": "geometric_mask", "behavior_floor": 0.999}
 KL = {"kl": "k3", "kl_coefficient": 0.1}
 
 
@@ -118,18 +119,19 @@ def test_parts_that_go_together_are_taken(settings):
 @pytest.mark.parametrize(
     ("field", "known"),
     [
-        ("advantage", "grpo, dr_grpo, rloo, turns"),
+        ("advantage", "grpo, dr_grpo, rloo, turns, batch"),
         ("anchor", "recompute, current, a3po, linear, behavior"),
         ("a3po_fresh", "behavior, current"),
         ("ratio", "token, sequence"),
         ("surrogate", "clipped, unclipped, cispo, reinforce, dg, sapo, topr"),
         (
             "behavior_weight",
-            "none, uncapped, mask, clamp, tis, icepop, dppo_mask, sequence_tis, sequence_mis",
+            "none, uncapped, mask, clamp, tis, icepop, dppo_mask, sequence_tis, sequence_mis, geometric_tis, "
+            "geometric_mask",
         ),
         ("kl", "none, k1, k2, k3"),
         ("kl_to", "reference, behavior"),
-        ("reduction", "token_mean, sequence_mean, fixed_length"),
+        ("reduction", "token_mean, sequence_mean, fixed_length, prompt_mean"),
     ],
 )
 @pytest.mark.parametrize("value", ["old", None])
@@ -167,7 +169,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
         ),
         (
             {"behavior_cap": None},
-            r"behavior_cap .*'mask', 'clamp', 'tis', 'icepop'.* None .*'mask'",
+            r"behavior_cap .*'mask', 'clamp', 'icepop', 'tis'.* None .*'mask'",
         ),
         (TIS | {"behavior_cap": None}, r"behavior_cap .* None .*'tis'$"),
         ({"behavior_weight": "none"}, r"behavior_cap .*None .* 5.0 .*'none'"),
@@ -200,6 +202,8 @@ def test_the_kl_coefficient_is_constant_or_goes_linearly_to_that_of_the_last_ste
 
 
 NUMBERS = {
+    "baseline_shift": {"advantage": "dr_grpo"},
+    "off_policy_delta": {},
     "clip_low": {},
     "clip_high": {},
     "dual_clip": {},
@@ -238,7 +242,13 @@ def test_every_number_of_a_config_is_tried():
         (CISPO | {"anchor": "current"}, r"'cispo' .*anchor 'current'"),
         (DG | {"behavior_weight": "uncapped"}, r"'dg' .*behavior_weight .*'none'.*'uncapped'"),
         (DG | KL | {"kl_to": "behavior"}, r"'dg' .*KL to 'behavior'"),
+        (DG | KL | {"kl_weighted": True}, r"'dg' .*kl_weighted"),
+        (DG | {"off_policy_delta": 0.1}, r"'dg' .*off_policy_delta"),
         (DG | {"advantage": "grpo"}, r"'dg' .*advantage .*'dr_grpo' or 'rloo'.*'grpo'"),
+        ({"kl_weighted": True}, r"kl_weighted must be False with kl 'none'"),
+        ({"baseline_shift": -0.1}, r"baseline_shift .*units of reward.*'grpo'$"),
+        (GEOMETRIC | {"anchor": "behavior"}, r"'geometric_mask' .*anchor .*'recompute' or"),
+        (GEOMETRIC | {"behavior_floor": None}, r"behavior_floor .*'icepop' or 'geometric_mask'"),
         *(
             (of | {"anchor": anchor}, f"'{of['surrogate']}' .*anchor.*'{anchor}'.*use 'behavior'")
             for of in (REINFORCE, DG)
@@ -366,7 +376,12 @@ def test_a_new_run_refuses_what_does_less_than_its_name(parts, named):
 
 
 def test_a_new_run_takes_them_where_they_do():
-    for parts in (KL, ICEPOP | {"anchor": "recompute"}, DPPO | {"anchor": "behavior"}):
+    for parts in (
+        {"kl": "k1", "kl_coefficient": 0.1, "kl_weighted": True},
+        KL,
+        ICEPOP | {"anchor": "recompute"},
+        DPPO | {"anchor": "behavior"},
+    ):
         LossConfig(**parts).check_new()
 
 

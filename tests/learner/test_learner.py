@@ -10,10 +10,12 @@ import pytest
 from fixtures.recorded_run import CONFIG, B, G, Recorder, make_group, make_train_step, train
 from fixtures.small_learner import empty_status, flat, make_packer
 
-from jaxrl_async.config.settings import Queue
+from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import Learner, Queue
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
+from jaxrl_async.objectives.reductions import REDUCTIONS
 from jaxrl_async.publishing.publisher import PublisherError
 from jaxrl_async.records import RoleStatus, RunFailedError
 from jaxrl_async.types import Chunk, Group, Turn
@@ -172,6 +174,63 @@ def test_a_sample_counts_once_whatever_its_rows(reduction):
     same = ("reward/mean", "reward/std", "tokens/completion_mean", "loss/policy", "lag/0/tokens")
     for name in same:
         assert row_of_two[name] == pytest.approx(row[name], abs=1e-6), name
+
+
+def test_every_prompt_counts_once_whatever_its_samples_lengths():
+    # Losses of 1 a token, of two prompts of 2 + 6 and of 1 + 1 tokens, with A = 1, −1 and 3, 5:
+    # ((2 − 6)/8 + (3 + 5)/2)/2 = 1.75; by samples it would be (1 − 1 + 3 + 5)/4 = 2.
+    groups = []
+    for lengths in ((2, 6), (1, 1)):
+        whole = make_group(0, 0)
+        rows = []
+        for length, t in zip(lengths, whole.trajectories, strict=True):
+            mask = np.arange(3 + length) >= 3
+            parts = {"tokens": mask * 1, "logprobs": mask * -1.0, "versions": mask - 1}
+            rows.append(dataclasses.replace(t, mask=mask, **parts))
+        groups.append(Group(0, 0, tuple(rows)))
+    for by_prompt, expected in ((True, 1.75), (False, 2.0)):
+        packer = packing.Packer(Learner(microbatch_rows=1, row_tokens=16), by_prompt=by_prompt)
+        batches = packer(groups, np.array([[1.0, -1], [3, 5]]), last=True)
+        total, denominator = 0.0, 0.0
+        for batch in batches:  # Cut into two, of which one has the first prompt alone.
+            scale, share = REDUCTIONS["prompt_mean"](batch, LossConfig(reduction="prompt_mean"))
+            total += float((scale * batch.advantages).sum())
+            denominator += float(share.sum())
+        assert len(batches) == 2 and denominator == pytest.approx(2 if by_prompt else 4)
+        assert total / denominator == pytest.approx(expected)
+
+
+def advantages_of(num_minibatches=1, **loss):
+    """The advantages that the packer is given in a step of four groups of different rewards."""
+    recorder, found, pack = Recorder(), [], make_packer()
+    lease = recorder.lease
+
+    def lease_of_rewards(*args):
+        for chunk in lease(*args):
+            groups = [make_group(g.prompt_index, 0, (g.prompt_index, 0.0)) for g in chunk.groups]
+            yield dataclasses.replace(chunk, groups=tuple(groups))
+
+    def kept(groups, advantages, *, last):
+        found.append(advantages)
+        return pack(groups, advantages, last=last)
+
+    kept.padding, recorder.lease = pack.padding, lease_of_rewards
+    over = {"num_steps": 1, "num_minibatches": num_minibatches, "loss": loss}
+    train(recorder, anchor="recompute", pack=kept, **over)
+    return found
+
+
+def test_advantages_of_a_batch_are_of_the_whole_step_in_each_of_its_minibatches():
+    # Deviations ±i/2 of groups i = 0..3: squares 2(0 + 1 + 4 + 9)/4 = 7, over 8 − 1.
+    first, second = advantages_of(num_minibatches=2, advantage="batch")
+    np.testing.assert_allclose(first, [[0, 0], [0.5, -0.5]], atol=1e-5)
+    np.testing.assert_allclose(second, [[1, -1], [1.5, -1.5]], rtol=1e-5)
+
+
+def test_a_shifted_baseline_moves_every_advantage():
+    (found,) = advantages_of(advantage="dr_grpo", baseline_shift=-0.1)
+    expected = np.array([[0, 0], [0.5, -0.5], [1, -1], [1.5, -1.5]]) + 0.1
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_components_and_cuts_are_means_over_samples():

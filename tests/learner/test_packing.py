@@ -44,6 +44,7 @@ def pack(
     row_tokens=8,
     policy="in_order",
     shared_prompts=False,
+    by_prompt=False,
 ):
     if advantages is None:
         advantages = np.ones((len(groups), len(groups[0].trajectories)), np.float32)
@@ -56,7 +57,7 @@ def pack(
         packing=policy,
         shared_prompts=shared_prompts,
     )
-    return packing.Packer(learner)(groups, advantages, last=True)
+    return packing.Packer(learner, by_prompt=by_prompt)(groups, advantages, last=True)
 
 
 def test_two_trajectories_share_a_row_and_padding_is_what_types_says():
@@ -494,10 +495,15 @@ SAMPLED = (
 
 @pytest.mark.parametrize("shared_prompts", [False, True])
 @pytest.mark.parametrize("policy", PACKINGS)
-def test_all_rows_of_a_sample_have_its_advantage_and_their_share_of_it(policy, shared_prompts):
+@pytest.mark.parametrize("by_prompt", [False, True])
+def test_all_rows_of_a_sample_have_its_advantage_and_their_share_of_it(
+    policy, shared_prompts, by_prompt
+):
     groups = sampled_groups(*SAMPLED)
     advantages = np.arange(1.0, 7).reshape(3, 2)
-    batches = pack(groups, advantages, policy=policy, shared_prompts=shared_prompts)
+    batches = pack(
+        groups, advantages, policy=policy, shared_prompts=shared_prompts, by_prompt=by_prompt
+    )
     found = {}
     for batch in batches:
         for cell in zip(*np.nonzero(batch.mask), strict=True):
@@ -507,7 +513,7 @@ def test_all_rows_of_a_sample_have_its_advantage_and_their_share_of_it(policy, s
     expected = {}
     for group, of_group in zip(groups, advantages, strict=True):
         for rows, advantage in zip(group.samples, of_group, strict=True):
-            total = sum(row.num_sampled for row in rows)
+            total = sum(row.num_sampled for row in (group.trajectories if by_prompt else rows))
             for row in rows:
                 share = np.float32(row.num_sampled / total)
                 expected |= {int(t): (advantage, share) for t in row.tokens[row.mask]}

@@ -21,6 +21,18 @@ def test_dr_grpo_by_hand():
     np.testing.assert_allclose(found, [[0.75, -0.25, -0.25, -0.25], [-3, -1, 1, 3]], rtol=1e-6)
 
 
+def test_a_batch_has_one_spread_and_each_group_its_mean():
+    # Deviations ∓1 and ∓3: squares 2 + 18 = 20, over NG − 1 = 3. Rewards of the groups differ by 100, which is gone.
+    found = advantages.batch(np.array([[0.0, 2.0], [103.0, 97.0]]))
+    np.testing.assert_allclose(found, np.array([[-1, 1], [3, -3]]) / np.sqrt(20 / 3), rtol=1e-5)
+    assert not advantages.batch(np.full((3, 4), 0.6)).any()
+
+
+def test_a_batch_of_one_group_is_grpo():
+    rewards = np.random.default_rng(2).normal(size=(1, 8))
+    np.testing.assert_allclose(advantages.batch(rewards), advantages.grpo(rewards), rtol=1e-6)
+
+
 def test_rloo_by_hand():
     # 1 − mean(0, 2) = 0;  0 − mean(1, 2) = −3/2;  2 − mean(1, 0) = 3/2.
     found = advantages.rloo(np.array([[1.0, 0.0, 2.0]]))

@@ -79,7 +79,12 @@ NUMBERS = {  # by weight, then by the other parts with a number
     "dppo_mask": ({"dppo_delta": 0.2}, {"dppo_delta": 0.05}),
     "sequence_tis": ({"behavior_cap": 1.5}, {"behavior_cap": 0.3}),
     "sequence_mis": ({"behavior_cap": 3.0}, {"behavior_cap": 0.9}),
-    "clipped": ({}, {"clip_low": 0.1, "clip_high": 0.5}),
+    "geometric_tis": ({"behavior_cap": 1.2}, {"behavior_cap": 0.7}),
+    "geometric_mask": (
+        {"behavior_cap": 1.1, "behavior_floor": 0.5},
+        {"behavior_cap": 2.0, "behavior_floor": 0.9, "off_policy_delta": 0.1},
+    ),
+    "clipped": ({}, {"clip_low": 0.1, "clip_high": 0.5, "off_policy_delta": 0.2}),
     "dual_clip": (
         {"surrogate": "clipped", "dual_clip": 1.5},
         {"surrogate": "clipped", "dual_clip": 3.0, "clip_high": 0.28},
@@ -88,7 +93,7 @@ NUMBERS = {  # by weight, then by the other parts with a number
     "dg": ({}, {"dg_temperature": 0.4, "dg_threshold": 0.3}),
     "k1": ({"kl_coefficient": 0.1},),
     "k2": ({"kl_coefficient": 0.3},),
-    "k3": ({"kl_coefficient": 0.2},),
+    "k3": ({"kl_coefficient": 0.2}, {"kl_coefficient": 0.2, "kl_weighted": True}),
     "fixed_length": ({"fixed_length": 16.0}, {"fixed_length": 7.5}),
 }
 
@@ -135,7 +140,7 @@ def drawn(per_pair=8, seed=7):
     for pair, settings in combinations().items():
         configs = taken(settings[i] for i in rng.permutation(len(settings)))
         # They differ from their neighbours in one factor.
-        num = 2 if {"sapo", "sequence_tis", "sequence_mis"} & {*pair} else per_pair
+        num = 2 if pair[0] == "sapo" or pair[1].startswith(("sequence", "geometric")) else per_pair
         if few := list(itertools.islice(configs, num)):
             found[pair] = few
     return found
@@ -167,6 +172,8 @@ def test_the_drawn_losses_hold_every_name_of_every_table():
         counts = collections.Counter(getattr(c, field) for c in configs)
         assert {name: counts[name] >= 5 for name in names} == dict.fromkeys(names, True), field
     assert sum(c.dual_clip is not None for c in configs) >= 5
+    assert sum(c.kl_weighted for c in configs) >= 5
+    assert sum(c.off_policy_delta is not None for c in configs) >= 5
 
 
 @pytest.mark.parametrize("pair", DRAWN, ids="-".join)
@@ -242,7 +249,7 @@ def test_only_logprobs_carries_a_gradient_in_any_loss():
             assert not np.any(gradients[name]), (name, c)
 
 
-@pytest.mark.parametrize("name", [a for a in loss_config.ADVANTAGES if a != "turns"])
+@pytest.mark.parametrize("name", [a for a in loss_config.ADVANTAGES if a not in ("turns", "batch")])
 @pytest.mark.parametrize("group_size", [2, 3, 8])
 def test_advantages_agree_with_the_reference(name, group_size):
     rewards = np.random.default_rng(group_size).normal(size=(4, group_size))

@@ -155,6 +155,72 @@ def test_a_sequences_weight_of_answers_of_one_token_is_the_tokens():
         np.testing.assert_allclose(of[0].loss, of[1].loss, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("weight", "numbers", "expected"),
+    [
+        # Two answers: means of log u .4 and −.4, so 1.491825 and .670320; the third token is masked.
+        ("geometric_tis", {"behavior_cap": 1.2}, (1.2, 1.2, 0, 0.670320)),
+        ("geometric_mask", {"behavior_cap": 1.5, "behavior_floor": 0.7}, (1, 1, 0, 0)),
+        ("geometric_mask", {"behavior_cap": 1.4, "behavior_floor": 0.6}, (0, 0, 0, 1)),
+    ],
+)
+def test_a_geometric_weight_is_of_the_mean_log_ratio(weight, numbers, expected):
+    config = dataclasses.replace(RECOMPUTE, behavior_weight=weight, **numbers)
+    tokens = row(
+        [[-1.0, -1.0, -1.0, -1.0]],
+        behavior_logprobs=[[-1.5, -1.3, -9.0, -0.6]],
+        proximal_logprobs=[[-1.0, -1.0, -1.0, -1.0]],
+        segment_ids=[[1, 1, 1, 2]],
+        mask=[[True, True, False, True]],
+    )
+    found = objective(tokens, config)
+    np.testing.assert_allclose(found.weight, [expected], rtol=1e-5)
+    np.testing.assert_allclose(found.share.sum(), 3)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "delta", "kept"),
+    [(-1.0, 0.19, 0), (-1.0, 0.21, 1), (1.0, 0.19, 1), (-1.0, 0.5, 1)],
+)
+def test_bad_answers_far_from_the_policy_that_sampled_are_dropped(advantage, delta, kept):
+    # mean(log π_b − log π_θ) = (.6 − .2 + .2)/3 = .2, beside one that the policy has come nearer to.
+    moved = np.array([[-0.6, 0.2, -0.2, 0.7]])
+    tokens = row(
+        -1 + moved, behavior_logprobs=-1.0, advantages=advantage, segment_ids=[[1, 1, 1, 2]]
+    )
+    plain = LossConfig(anchor="behavior", clip_low=1.0, clip_high=9.0, **PLAIN)
+    config = dataclasses.replace(plain, off_policy_delta=delta)
+    np.testing.assert_array_equal(objective(tokens, config).weight, [[kept, kept, kept, 1]])
+    expected = gradient(tokens, plain) * [[kept, kept, kept, 1]]
+    np.testing.assert_array_equal(gradient(tokens, config), expected)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_a_weighted_penalty_is_the_kl_and_has_its_gradient_in_expectation(name):
+    # Exact: all tokens of a vocabulary of 5, each with π_b(a) of the draws. ∂KL/∂z by autodiff of the closed form.
+    rng = np.random.default_rng(3)
+    z, behavior, other = (jax.nn.log_softmax(jnp.asarray(rng.normal(size=5))) for _ in range(3))
+    config = dataclasses.replace(REINFORCE, kl=name, kl_weighted=True, kl_coefficient=1.0)
+
+    def estimated(z):
+        tokens = row(
+            jax.nn.log_softmax(z)[None],
+            behavior_logprobs=behavior[None],
+            reference_logprobs=other[None],
+            advantages=0.0,
+        )
+        return jnp.sum(jnp.exp(behavior) * objective(tokens, config).loss[0])
+
+    def exact(z):
+        p = jax.nn.log_softmax(z)
+        return jnp.sum(jnp.exp(p) * (p - other))
+
+    np.testing.assert_allclose(estimated(z), exact(z), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(estimated)(z), jax.grad(exact)(z), atol=1e-6)
+    config = dataclasses.replace(config, kl_weighted=False)  # Without the ratio it is not.
+    assert np.abs(jax.grad(estimated)(z) - jax.grad(exact)(z)).max() > 0.01
+
+
 def test_gspo_is_its_papers_objective():
     # J = 1/G Σ_i min(s_i·A_i, clip(s_i)·A_i), s_i = (π_θ(y_i)/π_b(y_i))^(1/|y_i|), and inside the clip
     # dJ/dlog π_t = 1/G·s_i·A_i/|y_i|.
