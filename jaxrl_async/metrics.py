@@ -72,6 +72,7 @@ METRICS: dict[str, str] = {
     "rollout/kept_mean": "tokens among which one was drawn, mean over trained tokens, where rollout cuts any off",
     "rollout/kept_bound_share": "share of trained tokens drawn from as many as rollout.max_kept, its bound",
     "learner/learning_rate": "learning rate of the step's last update",
+    "learner/rate_scale": "factor on it (learner.rate_by_ess), mean over minibatches",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high, on eval/num_prompts of the "
     "eval/num_fit prompts that fit, of eval/num_questions; eval/num_failed, answers that failed and count as not "

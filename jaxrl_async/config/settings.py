@@ -360,6 +360,8 @@ class Learner:
         "learner.final_learning_rate after the last of the run's updates.", choices=SCHEDULES, since="0.2.0")
     final_learning_rate: float = setting(0.0, "Floor of learner.schedule `linear` and `cosine`.", at_least=0,
         since="0.2.0")
+    rate_by_ess: bool = setting(False, "Scale each update's learning rate by the effective sample size of its "
+        "sequences' ratios π_θ/π_b, as a share: by its root, with `sgd` by itself (VCPO).", since="0.2.0")
     warmup_updates: int = setting(0, "Updates of the linear warm-up of the learning rate, from 0.", at_least=0)
     momentum: float = setting(0.95, "Decay rate of the momentum of `muon` and `sgd`.", at_least=0, below=1,
         since="0.2.0")

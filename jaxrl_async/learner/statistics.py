@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.models.experts import Routing
-from jaxrl_async.objectives import anchors, kl, masked, ratios
+from jaxrl_async.objectives import anchors, kl, masked, ratios, reductions
 from jaxrl_async.objectives.objective import Objective
 from jaxrl_async.objectives.tokens import Tokens
 
@@ -40,13 +40,14 @@ _EXPERTS = {  # of a model with experts
     "experts/load": "load",
     "experts/balance": "balance",
 }
+_BY_SEQUENCE = ("sequences", "sequence_weight", "sequence_weight_squared")  # of learner.rate_by_ess
 _ERRORS = ("abs", "ratio", "weight")  # of an approximated anchor
 
 
 class Statistics:
-    """The columns of statistics that a loss needs, and a model with experts."""
+    """The columns of statistics that a loss needs, a model with experts, and a rate by sequences."""
 
-    def __init__(self, config: LossConfig, *, has_experts: bool = False):
+    def __init__(self, config: LossConfig, *, has_experts: bool = False, by_sequence: bool = False):
         self._has_experts = has_experts
         self._penalty = config.kl != "none"
         self._approximations = anchors.APPROXIMATIONS if config.proximal_metrics else ()
@@ -60,6 +61,9 @@ class Statistics:
         sums += [f"{name}/{error}" for name in self._approximations for error in _ERRORS]
         if has_experts:
             sums += _EXPERTS.values()
+        self._by_sequence = by_sequence
+        if by_sequence:
+            sums += _BY_SEQUENCE
         self._sums = tuple(sums)
 
     def zeros(self) -> tuple[jax.Array, jax.Array]:
@@ -97,6 +101,12 @@ class Statistics:
             "penalty": parts.kl,
             "abs_proximal": None if t.proximal_logprobs is None else jnp.abs(t.proximal_logprobs),
         } | self._errors(t)
+        if self._by_sequence:  # Each token has its part of the sequence's.
+            part = reductions.sequence_mean(t.mask, t.segment_ids)[0]
+            log_ratio = t.logprobs - t.behavior_logprobs
+            weight = masked.exp(masked.segment_sum(log_ratio, t.segment_ids))
+            parts_of = (part, part * weight, part * jnp.square(weight))
+            of_token |= dict(zip(_BY_SEQUENCE, parts_of, strict=True))
         if routing is not None:
             of_token |= {
                 "differs": routing.differs.mean(axis=0),
@@ -122,6 +132,17 @@ class Statistics:
     def denominator(self, sums: jax.Array) -> jax.Array:
         """The divisor of the summed loss and of its gradient, float32 []."""
         return sums[:, self._sums.index("share")].sum()
+
+    def sequence_ess(self, sums: jax.Array) -> jax.Array:
+        """Kish's effective sample size of the sequences as a share of them, float32 [], in (0, 1].
+
+            ρ = (Σ w_i)² / (B Σ w_i²),    w_i = Π π_θ/π_b over the sampled tokens of sequence i, at most e^20
+
+        "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (VCPO), arXiv 2602.17616. A sequence is a
+        trajectory; 1 where all ratios are 1, as on the policy that sampled.
+        """
+        num, weight, squared = (sums[:, self._sums.index(name)].sum() for name in _BY_SEQUENCE)
+        return jnp.square(weight) / jnp.maximum(num * squared, 1e-30)
 
     def summed_loss(self, sums: jax.Array) -> jax.Array:
         """float32 []"""

@@ -89,7 +89,7 @@ class TrainStep:
 
         Args:
           learner: num_steps, max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens,
-            attention_kernel, shared_prompts, replay_routes and param_dtype are read.
+            attention_kernel, shared_prompts, replay_routes, param_dtype, optimizer and rate_by_ess are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
           device_lock: held while a program runs, to its end, where others use the device too.
@@ -117,7 +117,9 @@ class TrainStep:
             raise ValueError(
                 f"loss.router_balance needs a model with experts, got {loss.router_balance}"
             )
-        self._statistics = Statistics(loss, has_experts=config.num_experts > 0)
+        self._statistics = Statistics(
+            loss, has_experts=config.num_experts > 0, by_sequence=learner.rate_by_ess
+        )
         self._blocks = blocks.Blocks(learner.blocks, config.num_layers, learner.num_minibatches)
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
@@ -464,10 +466,15 @@ class TrainStep:
         updates, opt_state = self._optimizer.update(
             jax.tree.map(lambda g: g * scale, grads), opt_state, params
         )
+        metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
+        if self._learner.rate_by_ess:  # Updates of every optimizer are proportional to its rate.
+            share = self._statistics.sequence_ess(accumulator.sums)
+            rate_scale = share if self._learner.optimizer == "sgd" else jnp.sqrt(share)
+            updates = jax.tree.map(lambda x: x * rate_scale, updates)
+            metrics["learner/rate_scale"] = rate_scale
         params = self._stored(optax.apply_updates(params, updates), own.updates)
         moved = TrainState(params, opt_state, own.updates + 1)
         own = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, own)
-        metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
         if self._learner.offload_moments:
             own = _move_moments(own, self._state_shardings.opt_state)

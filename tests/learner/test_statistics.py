@@ -66,6 +66,23 @@ def share_of_effect(weights):
     return weights.sum() ** 2 / (len(weights) * squares) if squares else 0.0
 
 
+@pytest.mark.parametrize("cut", [(0, 6), (0, 2, 6)])
+def test_the_effective_share_of_sequences_is_kishs_of_the_products_of_their_ratios(cut):
+    x, entropy = stale_tokens(4)
+    statistics = Statistics(CAPPED, by_sequence=True)
+    sums = statistics.zeros()[0]
+    for rows in itertools.starmap(slice, itertools.pairwise(cut)):
+        tokens = tokens_of(x, rows)
+        sums += statistics.measure(tokens, entropy[rows], objective(tokens, CAPPED))[0]
+    products = [
+        np.exp(sum(token.logprob - token.behavior for token in tokens))
+        for tokens in trajectories(x)
+    ]
+    assert len(products) > 9 and max(products) / min(products) > 10
+    expected = share_of_effect(np.array(products))
+    np.testing.assert_allclose(statistics.sequence_ess(sums), expected, rtol=2e-5)
+
+
 def k3(x, mask):
     """KL(behavior ‖ policy), nats per token."""
     log_w = (x["logprobs"][mask] - x["behavior_logprobs"][mask]).astype(np.float64)

@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from fixtures.models import TINY, tiny
-from fixtures.small_learner import assert_same, flat, params_on
+from fixtures.small_learner import assert_same, flat, make_train_step, params_on
 from fixtures.train_steps import (
     CURRENT,
     RECOMPUTE,
@@ -22,6 +23,7 @@ from fixtures.train_steps import (
 )
 
 from jaxrl_async.learner import packing
+from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.objectives import anchors, kl, policy_loss
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
@@ -373,3 +375,35 @@ def test_bfloat16_parameters_have_float32_gradients_and_move_as_float32_ones_in_
     # Rounded to the nearest, a seventh of the way would be left.
     slope = moved[0] @ moved[1] / (moved[1] @ moved[1])
     np.testing.assert_allclose(slope, 1, atol=0.1)
+
+
+@pytest.mark.parametrize(("optimizer", "power"), [("adamw", 0.5), ("sgd", 1.0)])
+def test_a_rate_by_effective_sample_size_scales_the_whole_update(optimizer, power):
+    (batch,) = batches = pack(groups_of(), microbatch_rows=8)
+    mesh, plain = make(RECOMPUTE)
+    log_ratio = np.asarray(plain.score(params_on(mesh), batch)) - batch.behavior_logprobs
+    sequences = {
+        (row, i): np.exp(log_ratio[row][batch.mask[row] & (batch.segment_ids[row] == i)].sum())
+        for row in range(8)
+        for i in set(batch.segment_ids[row][batch.mask[row]])
+    }
+    w = np.array([*sequences.values()])
+    expected = (w.sum() ** 2 / (len(w) * (w**2).sum())) ** power
+
+    def named(*args, learner, **others):
+        learner = dataclasses.replace(learner, rate_by_ess=True, optimizer=optimizer)
+        return TrainStep(*args, learner=learner, **others)
+
+    settings = {"max_grad_norm": 1e9, "num_minibatches": 2, "temperature": 0.7}
+    sgd = optax.sgd(1.0, momentum=0.9)
+    by_ess = make_train_step(TINY, mesh, RECOMPUTE, of=named, optimizer=sgd, **settings)
+    (moved, _, _), before = updated(plain, batches)
+    (scaled, _, metrics), _ = updated(by_ess, batches)
+    assert len(w) == 8 and expected < 0.97
+    np.testing.assert_allclose(metrics["learner/rate_scale"], expected, rtol=1e-4)
+    np.testing.assert_allclose(
+        flat(scaled.params) - flat(before),
+        expected * (flat(moved.params) - flat(before)),
+        rtol=1e-3,
+        atol=1e-6,
+    )
