@@ -23,7 +23,7 @@ from jaxrl_async.extras.programs import code, inside
 from jaxrl_async.extras.programs.sandbox import Limits, Sandbox, SandboxError
 
 SMALL = Limits(
-    wall_secs=2.0,
+    wall_secs=20.0,
     memory_bytes=128 << 20,
     processes=4,
     disk_bytes=1 << 20,
@@ -525,7 +525,7 @@ def test_every_mount_is_read_only_or_tmp_without_programs_and_no_socket_can_be_m
     [("while True: pass", "wall"), ("while True: print('x' * 999)", "output")],
 )
 def test_a_bound_on_time_or_output_ends_a_program(box_of_tests, program, reason):
-    limits = dataclasses.replace(SMALL, wall_secs=0.4 if reason == "wall" else 10.0)
+    limits = dataclasses.replace(SMALL, wall_secs=0.4 if reason == "wall" else 20.0)
     outcome = box_of_tests.run(program, limits=limits)
     assert (outcome.reason, outcome.exit_code) == (reason, None)
     assert len(outcome.stdout) <= SMALL.output_bytes + inside._CHUNK_BYTES
@@ -547,7 +547,7 @@ def count(take):
 @pytest.mark.parametrize(
     ("take", "most"),
     [
-        ("os.fork() or __import__('time').sleep(9)", SMALL.processes - 1),
+        ("os.fork() or __import__('time').sleep(99)", SMALL.processes - 1),
         ("bytearray(1 << 20)", SMALL.memory_bytes >> 20),
         (
             "open(f'/tmp/{len(os.listdir(\"/tmp\"))}', 'wb').write(bytes(1 << 16))",

@@ -3,7 +3,6 @@ r"""The reward math_verify: what is the same mathematics. And every reward by an
 import asyncio
 import math
 import sys
-import time
 
 import pytest
 from fixtures.pools import ScoringPool
@@ -123,10 +122,18 @@ IN_TIME = [r"\sum_{k=1}^{1000} \sin(k)"]
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("answer", AT_ONCE + IN_TIME)
 def test_an_answer_that_costs_too_much_is_wrong(math_verify, answer, monkeypatch):
-    monkeypatch.setattr("jaxrl_async.rewards.math_verifier.MAX_CPU_SECS", 0.3)
-    start = time.process_time()
+    ended = []
+
+    class TimeUpError(BaseException):
+        def __init__(self):
+            ended.append(answer)
+
+    module = "jaxrl_async.rewards.math_verifier"
+    monkeypatch.setattr(f"{module}._TimeUpError", TimeUpError)
+    if answer in IN_TIME:
+        monkeypatch.setattr(f"{module}.MAX_CPU_SECS", 0.3)
     assert math_verify(rf"\boxed{{{answer}}}", "5") == math_verify(f"${answer}$", "5") == 0.0
-    assert time.process_time() - start < (1.5 if answer in IN_TIME else 0.5)
+    assert bool(ended) == (answer in IN_TIME)
 
 
 def test_large_numbers_within_the_bounds_are_compared(math_verify):
