@@ -447,12 +447,13 @@ class Verbs:
         return found
 
     def _tables(self, workdir: pathlib.Path) -> list[str]:
-        """The digests of the last checkpoint."""
+        """The digests of the last checkpoint's tensors. Its position is of those under way as it was saved."""
         steps = workdirs.checkpoint_steps(workdir)
         paths = (
             sorted((workdir / "checkpoints" / str(max(steps))).glob("digests/p*")) if steps else []
         )
-        return [path.read_text("utf-8") for path in paths]
+        tables = [json.loads(path.read_text("utf-8")) for path in paths]
+        return [json.dumps(table | {"position": None}) for table in tables]
 
     def _warnings(self) -> str:
         path = self.workdir / "report.html"
