@@ -370,10 +370,7 @@ def record_of(settings: Settings) -> Record:
     kept = settings.rollout.max_kept if settings.rollout.truncation else 0
     sizes = settings.model.num_layers, settings.model.experts_per_token, settings.model.num_experts
     if settings.model.path:
-        path = model_directory(settings, ("config.json",)) / "config.json"
-        found = json.loads(path.read_text(encoding="utf-8"))
-        num = found.get("num_experts") or found.get("num_local_experts") or 0
-        sizes = found.get("num_hidden_layers", 0), found.get("num_experts_per_tok", 0), num
+        sizes = _route_sizes(model_directory(settings, ("config.json",)) / "config.json")
     return Record(*sizes, max_kept=kept) if sizes[2] else Record(max_kept=kept)
 
 
@@ -385,6 +382,16 @@ def packer_of(settings: Settings, process: int = 0) -> Packer:
     return Packer(
         settings.learner, process=process, record=record_of(settings), by_prompt=by_prompt
     )
+
+
+@functools.cache
+def _route_sizes(path: pathlib.Path) -> tuple[int, int, int]:
+    """Layers, experts of a token, and experts."""
+    from jaxrl_async.models.config_json import num_experts
+
+    found = json.loads(path.read_text(encoding="utf-8"))
+    per_token = found.get("num_experts_per_tok", 0)
+    return found.get("num_hidden_layers", 0), per_token, num_experts(found)
 
 
 def message_bytes_of(settings: Settings) -> int:

@@ -265,10 +265,11 @@ class _Process:
             report = functools.partial(_report_status, *of)
             threading.Thread(target=report, name="status", daemon=True).start()
             kept_bytes = 0 if settings.checkpoint.directory else num_bytes
+            record = parts.record_of(settings)
             version_bytes = _version_bytes(start.state, settings.weights.dtype, store)
             return self._loop(
                 start,
-                disk.Room(settings, workdir, kept_bytes, version_bytes),
+                disk.Room(settings, workdir, kept_bytes, version_bytes, record.token_bytes),
                 stop_requested,
                 train_step=train_step,
                 queue=queue,

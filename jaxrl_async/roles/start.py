@@ -110,6 +110,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) 
     """
     with workdirs.refusable(workdir):
         machine.prepare(settings, workdir, resume=resume)
+        how["record_bytes"] = parts.record_of(settings).token_bytes
         try:
             return supervisor.run(settings, workdir=workdir, resume=resume, **how)
         finally:

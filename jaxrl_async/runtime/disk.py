@@ -21,11 +21,11 @@ _HEAD = "disk: "
 _REMEDY = "free some, or lower journal.max_bytes or checkpoint.keep"
 
 
-def step_bytes(settings: Settings) -> int:
-    """Bytes of a step's groups in the journal, at most."""
+def step_bytes(settings: Settings, record_bytes: int) -> int:
+    """Bytes of a step's groups in the journal, at most; `record_bytes`: of the record of a token."""
     learner, rollout = settings.learner, settings.rollout
     tokens = min(rollout.max_prompt_tokens + rollout.max_new_tokens, learner.row_tokens)
-    return learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN
+    return learner.groups_per_step * rollout.group_size * tokens * (BYTES_PER_TOKEN + record_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Room:
     workdir: pathlib.Path
     checkpoint_bytes: int  # of one; 0 where they are in a bucket
     version_bytes: int  # of one; 0 where versions are not written
+    record_bytes: int  # of a token's record of choices: types.Record.token_bytes
     free: Callable[[pathlib.Path], int] = lambda path: shutil.disk_usage(path).free
 
     def plan(self, step: int) -> tuple[str, bool]:
@@ -78,7 +79,8 @@ class Room:
 
     def _journal_step(self) -> int:
         journal = self.settings.journal
-        return 0 if journal.keep == "none" or journal.path else step_bytes(self.settings)
+        writes = journal.keep != "none" and not journal.path
+        return step_bytes(self.settings, self.record_bytes) if writes else 0
 
     def _journal_bound(self) -> float:
         journal, checkpoint = self.settings.journal, self.settings.checkpoint

@@ -68,6 +68,7 @@ def run(
     workdir: pathlib.Path,
     resume: bool,
     fallback: bool = False,
+    record_bytes: int = 0,
     on_step: Callable[[int], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -83,6 +84,7 @@ def run(
         keys/NAME, where queue or embedded servers have no key of the user's.
       resume: continue from the last checkpoint.
       fallback: as of `learner.run`, at the first start.
+      record_bytes: of the record of a token's choices, in the journal.
       on_step: called with each step after its end, in this thread.
       stop_requested: whether to stop early: the learner finishes its step and checkpoints, then all roles end.
 
@@ -125,7 +127,8 @@ def run(
             num_learners=num_learners,
             learner_devices=settings.learner.num_devices,
         )
-    print(banner(settings, workdir, queue_address, servers, devices), flush=True)
+    about = (settings, workdir, queue_address, servers, devices, record_bytes)
+    print(banner(*about), flush=True)
 
     def start(name: str, resume: bool, fallback: bool = False) -> Role:
         flags = ["--resume"] * resume + ["--fallback"] * fallback
@@ -289,7 +292,9 @@ def _learner_names(count: int) -> list[str]:
     return ["learner"] if count == 1 else [f"learner-{i}" for i in range(count)]
 
 
-def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
+def banner(
+    settings: Settings, workdir, queue_address, servers, devices, record_bytes: int = 0
+) -> str:
     """The banner of a run: its settings, its addresses, its prompts, and the devices of each role."""
     learner = settings.learner
     lines = [
@@ -304,7 +309,7 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
     if rewards := settings.rollout.reward_addresses:
         lines.append(f"  rewards  {', '.join(rewards)}")
     if settings.journal.keep != "none":
-        lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir))}")
+        lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir), record_bytes)}")
     if page := settings.monitoring.address:
         lines.append(f"  metrics  from {page} on, {workdir}/{monitoring.SCRAPE}/*.json")
     if found := coverage.read(pathlib.Path(workdir)):
@@ -316,9 +321,9 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
     return "\n".join(lines)
 
 
-def _journal(settings: Settings, workdir: pathlib.Path) -> str:
+def _journal(settings: Settings, workdir: pathlib.Path, record_bytes: int) -> str:
     """The groups that the journal keeps, and their size."""
-    journal, step = settings.journal, size(disk.step_bytes(settings))
+    journal, step = settings.journal, size(disk.step_bytes(settings, record_bytes))
     bound = f" up to {size(journal.max_bytes)}" if journal.max_bytes else ""
     free = ""
     with contextlib.suppress(OSError):

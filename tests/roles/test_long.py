@@ -86,6 +86,33 @@ def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
     assert first["mismatch/max_abs"] <= 2e-4
 
 
+@pytest.mark.parametrize("replay", ["on", "off"])
+def test_a_real_sglang_trains_a_mixture_of_experts_with_pushes_in_flight(replay, tmp_path):
+    real_servers.require("sglang")
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_mlp_dim": 64}
+    model = {"family": "qwen3_moe", "tied_embeddings": False, "head_dim": 32} | experts
+    jaxrl(
+        "train",
+        "--config=configs/arithmetic_sglang.py:seed=21",
+        command_of("sglang") + " --enable-return-routed-experts",
+        f"--workdir={tmp_path}/run",
+        *(f"--config.model.{name}={value}" for name, value in model.items()),
+        f"--config.learner.replay_routes={replay}",
+        "--config.learner.num_minibatches=1",
+        "--config.learner.num_steps=8",
+        "--config.warm_start.num_steps=300",
+    )
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    fresh = [row for row in rows if row["mismatch/tokens"] > 0]
+    assert fresh and max(row["staleness/max"] for row in rows) > 0
+    for row in fresh:
+        assert row["mismatch/mean_abs"] <= 1e-5 and row["mismatch/max_abs"] <= 2e-4
+    for row in rows:
+        assert row["experts/routes_known"] > 0.5
+    assert "enable-return-routed-experts" not in (tmp_path / "run/logs/learner.log").read_text()
+
+
 @pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
 def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys):
     """Prints the longest time without a step after the kill."""

@@ -8,14 +8,14 @@ from jaxrl_async.runtime import disk
 GB = 10**9
 
 
-def room(tmp_path, free, **changes):
+def room(tmp_path, free, record=0, **changes):
     """A run of 5,000 steps, whose journal grows by 208 kB a step, with checkpoints of 5 GB and versions of 1 GB."""
     config = load_config("configs/quickstart.py")
     config.learner.update(num_steps=5000, groups_per_step=100)
     config.rollout.update(group_size=16, max_prompt_tokens=6, max_new_tokens=4)
     config.checkpoint.update(every_steps=20, keep=2)
     config.journal.update(changes)
-    return disk.Room(settings_of(config), tmp_path, 5 * GB, GB, lambda path: int(free))
+    return disk.Room(settings_of(config), tmp_path, 5 * GB, GB, record, lambda path: int(free))
 
 
 def test_the_plan_says_what_the_run_takes_and_from_which_step_on_it_may_not_fit(tmp_path):
@@ -26,6 +26,9 @@ def test_the_plan_says_what_the_run_takes_and_from_which_step_on_it_may_not_fit(
         and text
         == "disk: journal, versions, checkpoints: at most 29 GB of 79 GB free by step 5,000"
     )
+    # With 384 bytes of routes a token, 5,000 · 100 · 16 · 10 · 397 bytes beside 28 GB.
+    text, fits = room(tmp_path, 79 * GB, record=384).plan(0)
+    assert fits and "at most 59.8 GB of 79 GB" in text
     text, fits = room(tmp_path, 28 * GB + 4100 * 208_000).plan(0)
     assert not fits and "at most 29 GB of 28.9 GB free by step 5,000" in text
     assert "with a checkpoint from step 4,100 on: free some, or lower journal.max_bytes" in text
@@ -66,7 +69,7 @@ def test_a_disk_that_was_low_stays_so_and_is_looked_at_once_in_a_while(tmp_path)
     now, free = [0.0], [100 * GB]
     watched = room(tmp_path, 0)
     watch = disk.Watch(
-        disk.Room(watched.settings, tmp_path, 5 * GB, GB, lambda path: free[0]), lambda: now[0]
+        disk.Room(watched.settings, tmp_path, 5 * GB, GB, 0, lambda path: free[0]), lambda: now[0]
     )
     assert not watch()
     free[0] = 0

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Supervisor
-from jaxrl_async.runtime import status, supervisor
+from jaxrl_async.runtime import disk, status, supervisor
 from jaxrl_async.runtime.workdir import GoneError
 
 WAIT_SECS = 20.0
@@ -327,6 +327,12 @@ def test_the_banner_says_what_the_journal_costs(flags, words, tmp_path):
         config[block][name] = int(value) if name == "max_bytes" else value
     banner = supervisor.banner(settings_of(config), tmp_path, "127.0.0.1:1", [], {})
     assert words in banner and banner.count(" are free") == 1
+
+
+def test_the_banner_counts_the_record_of_a_token():
+    settings = settings_of(load_config("configs/quickstart.py:smoke"))
+    size = disk.size(disk.step_bytes(settings, 384))
+    assert f"at most {size} a step" in supervisor.banner(settings, ".", "a:1", [], {}, 384)
 
 
 def test_the_banner_names_reward_services(tmp_path):

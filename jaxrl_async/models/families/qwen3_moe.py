@@ -5,14 +5,11 @@ Source: Qwen3 Technical Report (arXiv 2505.09388).
 
 import dataclasses
 
+from jaxrl_async.models.config_json import num_experts
 from jaxrl_async.models.families import llama
 
 _MLP = "model.layers.{}.mlp"
 _EXPERT = _MLP + ".experts.{}"
-
-
-def _num_experts(hf):
-    return hf.get("num_experts") or hf.get("num_local_experts")  # of transformers 4, and of 5
 
 
 def _read(hf):
@@ -20,7 +17,7 @@ def _read(hf):
         "qk_norm": True,
         "attention_bias": False,
         "tied_embeddings": hf.get("tie_word_embeddings", False),
-        "num_experts": _num_experts(hf),
+        "num_experts": num_experts(hf),
         "experts_per_token": hf["num_experts_per_tok"],
         "expert_mlp_dim": hf["moe_intermediate_size"],
         "norm_topk": hf.get("norm_topk_prob", False),
@@ -46,7 +43,7 @@ def _write(config):
 
 
 def _refused(hf):
-    if not _num_experts(hf):
+    if not num_experts(hf):
         yield "num_experts is missing"
     # Layers are stacked, so all of them have experts, or none.
     if (every := hf.get("decoder_sparse_step", 1)) != 1:

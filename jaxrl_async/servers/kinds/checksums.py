@@ -122,12 +122,16 @@ def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[s
 
 def fused_names(names: Iterable[str]) -> dict[str, list[str]]:
     """SGLang's name of a tensor → Hugging Face's names of its parts, in the order of their stacking."""
-    fused: dict[str, dict[str, str]] = {}
+    fused: dict[str, list[tuple[int, int, str]]] = {}
     for name in names:
-        match = _FUSED.fullmatch(name)
-        into, part = (match[1] + _INTO[match[2]] + match[3], match[2]) if match else (name, "")
-        fused.setdefault(into, {})[part] = name
-    return {name: [parts[p] for p in _ORDER if p in parts] for name, parts in fused.items()}
+        into, expert, place = name, 0, 0
+        if match := _EXPERT.fullmatch(name):
+            into, expert = match[1] + _EXPERTS_INTO[match[3]], int(match[2])
+            place = _EXPERT_ORDER.index(match[3])
+        elif match := _FUSED.fullmatch(name):
+            into, place = match[1] + _INTO[match[2]] + match[3], _ORDER.index(match[2])
+        fused.setdefault(into, []).append((expert, place, name))
+    return {into: [name for *_, name in sorted(parts)] for into, parts in fused.items()}
 
 
 def _padded(name: str, tensor: np.ndarray) -> np.ndarray:
@@ -163,7 +167,14 @@ _INTO = {
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
 }
-_ORDER = ("", *_INTO)
+_ORDER = tuple(_INTO)
+# All experts of a layer are one tensor: gate and up of one after another, and down. Qwen3-MoE's names, then Mixtral's.
+_EXPERTS_INTO = {
+    **{name: "w13_weight" for name in ("gate_proj", "up_proj", "w1", "w3")},
+    **{name: "w2_weight" for name in ("down_proj", "w2")},
+}
+_EXPERT_ORDER = tuple(_EXPERTS_INTO)
+_EXPERT = re.compile(rf"(.*\.experts\.)([0-9]+)\.({'|'.join(_EXPERTS_INTO)})\.weight")
 _FUSED = re.compile(rf"(.*\.)({'|'.join(_INTO)})(\.(?:weight|bias))")
 _VOCAB_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 _VOCAB_MULTIPLE = 64
