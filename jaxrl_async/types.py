@@ -262,9 +262,8 @@ class Batch:
     behavior_logprobs: np.ndarray  # float32 [B, T]
     token_versions: np.ndarray  # int32 [B, T]
     advantages: np.ndarray  # float32 [B, T], the sample's advantage on each of its tokens
-    sample_share: (
-        np.ndarray
-    )  # float32 [B, T], the row's share of its sample's sampled tokens, or of its group's
+    # float32 [B, T], the row's share of its sample's sampled tokens, or of its group's
+    sample_share: np.ndarray
     # Of `Choices`, for a learner that replays them; padding has the dtype's maximum, and −1.
     routes: np.ndarray | None = None  # uint8 or uint16 [B, T, L, K]
     kept: np.ndarray | None = None  # int32 [B, T, M]

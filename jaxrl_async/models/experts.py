@@ -41,9 +41,8 @@ class Routing(NamedTuple):
 
     # of `route_dtype` [B, T, K]: the router's own choice, best first; the maximum for padding
     routes: jax.Array
-    differs: (
-        jax.Array
-    )  # float32 [B, T]: 1 where the own choice is another set than the recorded experts
+    # float32 [B, T]: 1 where the own choice is another set than the recorded experts
+    differs: jax.Array
     known: jax.Array  # float32 [B, T]: 1 where experts are recorded
     entropy: jax.Array  # float32 [B, T], nats
     load: jax.Array  # float32 []: tokens of the busiest expert over their mean
