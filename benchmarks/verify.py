@@ -294,6 +294,18 @@ def _faults() -> Iterator[tuple[str, str, str]]:
         yield "chaos", PAGE, f"{single[fault]:.1f} s"
     swaps = next(row for row in result("conform_sglang")["facts"] if row["name"] == "swaps")
     yield "conform_sglang", README, f"| {_power(swaps['numbers']['worst_nats'])} |"
+    rows, bad = result("nonsense")["rows"], ("trained", "ended", "prompts_lost")
+    for row in rows:
+        cells = " | ".join(
+            f"{row[name]:,}" for name in ("fields", "runs", "wrong_answers", *bad[:2])
+        )
+        servers = "the only one" if row["servers"] == 1 else "one of two"
+        yield "nonsense", METHODS, f"| `{row['part']}` | {servers} | {cells} |"
+    runs, answers = (f"{sum(row[name] for row in rows):,}" for name in ("runs", "wrong_answers"))
+    worst = [sum(row[name] for row in rows) for name in bad]
+    yield "nonsense", PAGE, f"{runs} runs, {answers} wrong answers"
+    text = "{} trained, {} runs ended with a good server left, {} prompts lost"
+    yield "nonsense", PAGE, text.format(*worst)
     row = result("chaos_one")["faults"]["kill one"]
     text = f"{row['recovery_secs_median']:.1f} s in the median, {row['recovery_secs_max']:.1f} s at most"
     yield "chaos_one", PAGE, text
@@ -320,6 +332,12 @@ def _services() -> Iterator[tuple[str, str, str]]:
         for row in calls.values():
             cells = [f"{row['calls']:.0f}", *(f"{row[k]}" for k in ("median", "p99", "max"))]
             yield "journal", METHODS, " | ".join(cells)
+    for size in (1_000, 200_000):
+        row = result("journal")["rows"][f"{size} bytes"]
+        both = [row[f"cpu_ms_{way}"]["median"] for way in ("with", "without")]
+        cells = [*(_dot(ms, 3) for ms in both), f"+{both[0] / both[1] - 1:.0%}".replace("%", " %")]
+        yield "journal", METHODS, f"| {size:,} bytes | {' | '.join(cells)} |"
+        yield "journal", PAGE, " and ".join(cells[:2]) + " ms"
 
 
 def _planner() -> Iterator[tuple[str, str, str]]:
