@@ -17,6 +17,8 @@ from flax import nnx
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import loading, programs, sampling
 from jaxrl_async.models import hf, transformer
+from jaxrl_async.rollout import sampler
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.versions import store as weight_store
 
 pytestmark = pytest.mark.optimised
@@ -899,5 +901,29 @@ def test_routes_are_those_of_the_computation_that_the_cache_held_at_the_end():
             else:
                 np.testing.assert_array_equal(done.routes[:computed_before], old[:computed_before])
             engine._programs = engine._programs._inner
+        # Aborted, and resumed under other weights: the second request computes the whole row.
+        gate = Gate(engine)
+        future = submit(engine, request("first", prompt, max_new_tokens=20, seed=3))
+        gate.run(2)
+        aborted = engine.abort(lambda rid: True)
+        gate.open()
+        wait(aborted)
+        first = wait(future)
+        engine._programs = engine._programs._inner
+        row = (*prompt, *first.output_ids)
+        np.testing.assert_array_equal(
+            first.routes[:-1], routes_of_a_whole_row(0, prompt, first)[:-1]
+        )
+        wait(engine.update_weights(weights_of_experts(1), "1"))
+        second = generate(engine, "second", row, max_new_tokens=4)
+        parts = [
+            Completion(part.output_ids, part.logprobs, part.output_ids, "stop", part.routes)
+            for part in (first, second)
+        ]
+        joined = sampler._join(parts, "stop")
+        np.testing.assert_array_equal(joined.tokens, [*first.output_ids, *second.output_ids])
+        expected = routes_of_a_whole_row(1, row, second)
+        np.testing.assert_array_equal(joined.routes[:-1], expected[:-1])
+        assert (first.routes[:-1] != expected[: len(row) - 1]).any()
     finally:
         engine.close(timeout_secs=DEADLINE_SECS)

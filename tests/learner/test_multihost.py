@@ -271,6 +271,24 @@ def test_train_runs_two_learner_processes_on_the_real_queue(start, tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("axis", ["fsdp", "expert"])
+def test_two_processes_replay_the_routes_of_a_mixture(axis, start, tmp_path):
+    workdir = tmp_path / "run"
+    changes = {
+        **{"model.family": "qwen3_moe", "model.num_experts": 4, "model.experts_per_token": 2},
+        **{"model.expert_mlp_dim": 64, "learner.num_minibatches": 1, "warm_start.num_steps": 0},
+        **{"learner.replay_routes": "on", "learner.data": 1, f"learner.{axis}": 2},
+    }
+    words = ["-m", "jaxrl_async", "train", f"--workdir={workdir}", *SMOKE]
+    outputs_of([start([*words, *(f"--config.{key}={value}" for key, value in changes.items())])])
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row["mismatch/tokens"] > 0 and row["mismatch/max_abs"] <= 1e-5
+        assert row["experts/routes_differ"] == 0 and row["experts/routes_known"] > 0.5
+
+
+@pytest.mark.long
 def test_a_run_of_two_processes_goes_on_with_two_and_then_with_one(start, tmp_path):
     workdir = tmp_path / "run"
     for num_steps, num_processes in ((2, 2), (3, 2), (4, 1)):
