@@ -96,10 +96,10 @@ class Record:
         if routes is not None and (routes.shape[1:], routes.dtype) != (sizes, self.route_dtype):
             wanted = f"{self.route_dtype} of {sizes[0]} layers and {sizes[1]} experts a token"
             return f"routes must be {wanted}, got {routes.dtype} {list(routes.shape)}"
-        if routes is not None and self.num_experts < np.iinfo(routes.dtype).max:
+        # + 1 makes 0 of an expert that is not known.
+        if routes is not None and (routes + routes.dtype.type(1)).max() > self.num_experts:
             bad = routes[(routes >= self.num_experts) & (routes < np.iinfo(routes.dtype).max)]
-            if bad.size:
-                return f"expert {bad[0]} in routes is outside [0, {self.num_experts})"
+            return f"expert {bad[0]} in routes is outside [0, {self.num_experts})"
         if not self.max_kept:
             return "kept ids are given, and the run cuts no token off" if kept is not None else ""
         if kept is not None and kept.shape[1] > self.max_kept:

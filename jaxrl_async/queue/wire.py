@@ -148,8 +148,6 @@ def check_message(
 ) -> None:
     """Checks a group's message like `check_group`: all trajectories at once, one by one only to name an error.
 
-    Those with choices are checked one by one.
-
     Raises:
       InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
     """
@@ -160,8 +158,7 @@ def check_message(
     if (most := int(counts.max(initial=0))) > record.max_kept:  # Before memory is taken for them.
         where = f"prompt_index {message.permit.prompt_index}"
         _refuse(f"{where}: a token has {most} kept ids, the run's bound is {record.max_kept}")
-    has_choices = message.routes or message.kept_counts or record.max_kept
-    if has_choices or not _is_sound(message, vocab_size):
+    if not _is_sound(message, vocab_size, record):
         bounds = {"group_size": group_size, "vocab_size": vocab_size, "max_tokens": max_tokens}
         check_group(decode_group(message), **bounds, record=record)
 
@@ -410,16 +407,12 @@ def _decode_choices(message: pb.Group, lengths: list[int]) -> list[Choices]:
     """The choices of each trajectory."""
     total, ends = sum(lengths), list(itertools.accumulate(lengths))
     found: dict[str, list[np.ndarray]] = {}
-    if message.routes:
+    if raw := message.routes:  # A copy, each time.
         sizes = list(message.route_sizes)
-        if (
-            len(sizes) != 3
-            or sizes[2] not in (1, 2)
-            or math.prod(sizes) * total != len(message.routes)
-        ):
-            has = f"routes has {len(message.routes)} bytes, and route_sizes is {sizes[:4]}"
+        if len(sizes) != 3 or sizes[2] not in (1, 2) or math.prod(sizes) * total != len(raw):
+            has = f"routes has {len(raw)} bytes, and route_sizes is {sizes[:4]}"
             _refuse(f"{has}: {total} tokens have layers · experts · 1 or 2 bytes each")
-        routes = np.frombuffer(message.routes, f"<u{sizes[2]}").reshape(total, *sizes[:2])
+        routes = np.frombuffer(raw, f"<u{sizes[2]}").reshape(total, *sizes[:2])
         found["routes"] = np.split(
             routes.astype(routes.dtype.newbyteorder("="), copy=False), ends[:-1]
         )
@@ -437,7 +430,7 @@ def _decode_choices(message: pb.Group, lengths: list[int]) -> list[Choices]:
     return [Choices(**{name: rows[i] for name, rows in found.items()}) for i in range(len(lengths))]
 
 
-def _is_sound(message: pb.Group, vocab_size: int) -> bool:
+def _is_sound(message: pb.Group, vocab_size: int, record: Record) -> bool:
     """Whether every row of a message passes `types.check_trajectory`; its lengths were checked before."""
     lengths, prompts, nums = list(message.lengths), message.prompt_lengths, _num_rows(message)
     rewards, reasons = message.rewards, message.finish_reasons
@@ -447,6 +440,7 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
         return False
     arrays = [_from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS]
     tokens, logprobs, versions, mask = arrays
+    (choices,) = _decode_choices(message, [len(tokens)])
     return bool(
         all(map(math.isfinite, rewards))
         and 0 <= tokens.min() <= tokens.max() < vocab_size
@@ -456,6 +450,8 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
         and not logprobs[~mask].any()
         and _prompts_agree(tokens, mask, lengths, prompts, nums)
         and _turns_are_sound(message, mask)
+        and not types.choices_problem(choices, tokens, mask, vocab_size)
+        and not record.problem(choices, mask)
     )
 
 
