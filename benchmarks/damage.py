@@ -447,13 +447,12 @@ class Verbs:
         return found
 
     def _tables(self, workdir: pathlib.Path) -> list[str]:
-        """The digests of the last checkpoint's tensors. Its position is of those under way as it was saved."""
+        """The digests of the last checkpoint's tensors. Its position depends on who was under way as it was saved."""
         steps = workdirs.checkpoint_steps(workdir)
         paths = (
             sorted((workdir / "checkpoints" / str(max(steps))).glob("digests/p*")) if steps else []
         )
-        tables = [json.loads(path.read_text("utf-8")) for path in paths]
-        return [json.dumps(table | {"position": None}) for table in tables]
+        return [json.dumps(json.loads(path.read_text("utf-8"))["tensors"]) for path in paths]
 
     def _warnings(self) -> str:
         path = self.workdir / "report.html"
@@ -565,7 +564,8 @@ class Verbs:
         """In the place of `supervisor.run`. The words of a role's error are those of its log."""
         address = f"127.0.0.1:{supervisor.free_port()}"
         queue = dataclasses.replace(settings.queue, address=address)
-        how.pop("on_step", None)
+        for name in ("on_step", "record_bytes"):
+            how.pop(name, None)
         try:
             return one.run(dataclasses.replace(settings, queue=queue), workdir, **how)
         except Exception as error:
