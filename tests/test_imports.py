@@ -138,6 +138,7 @@ MAY_IMPORT["roles"] = {
     "versions",
 }
 MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "parts", "runtime"}
+MAY_IMPORT["pods"] = {"config", "queue", "runtime", "security"}
 MAY_IMPORT["tools"] = {
     "config",
     "evaluation",
@@ -163,6 +164,7 @@ MAY_IMPORT["cli"] = {
     "models",
     "names",
     "parts",
+    "pods",
     "preflight",
     "publishing",
     "queue",
@@ -207,6 +209,7 @@ WITHOUT_JAX = (
     "evaluation",
     "rollout",
     "runtime",
+    "pods",
     "api",
     "cli",
 )

@@ -8,6 +8,7 @@ from jaxrl_async.names import load, nearest
 
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
+    "pod": "train on the hosts of a TPU slice or a list, over ssh: plan, copy, start, follow, restart, collect",
     "config": "print every setting of a config or a run, and what differs from the defaults",
     "init": "write the model of a config as a Hugging Face directory, for servers of your own",
     "serve": "serve a checkpoint in token ids or texts, over SGLang's HTTP API and OpenAI's",

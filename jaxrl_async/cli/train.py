@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from absl import flags
 
@@ -93,7 +95,7 @@ def main(argv: list[str]) -> int:
         if begins and not start.begin(values.config, settings, workdir, **how, process=process):
             return 0
         if is_all:
-            return _run_all(settings, workdir, **how)
+            return run_all(settings, workdir, start.run, **how)
     with workdirs.written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
     # A scheduler signals all roles at once, and the learner needs the others to finish its step.
@@ -162,12 +164,13 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
-def _run_all(settings: Settings, workdir: pathlib.Path, **how: bool) -> int:
+def run_all(settings: Settings, workdir: pathlib.Path, run: Callable[..., bool], **how: Any) -> int:
+    """Runs all roles by `run`, as `start.run` or of a pod, until its end or a signal: the exit code."""
     # The learner has its own grace period, which ends first.
     stop = StopRequest(grace_secs=supervisor.learner_stop_secs(settings) + supervisor.STOP_SECS)
     stop.listen(signal.SIGTERM, signal.SIGHUP)
     try:
-        done = start.run(settings, workdir=workdir, **how, stop_requested=stop.received)
+        done = run(settings, workdir=workdir, **how, stop_requested=stop.received)
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1

@@ -10,6 +10,7 @@ import os
 import pathlib
 import secrets
 import stat
+from collections.abc import Iterable
 
 from jaxrl_async import security
 from jaxrl_async.config.checks import is_local
@@ -36,12 +37,26 @@ def made(settings: Settings, workdir: pathlib.Path, *, servers: bool) -> Setting
       StartError: the workdir cannot be written.
     """
     names = [name for name in _unnamed(settings) if servers or name == "queue"]
+    make(workdir, names)
+    return _with(settings, workdir, names)
+
+
+def make(workdir: pathlib.Path, names: Iterable[str] = tuple(_SETTINGS)) -> None:
+    """Writes the files of keys that are not there, or not sound."""
     with written(workdir):
         for path in (workdir / "keys" / name for name in names):
-            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_sound(path):
                 _write(path)
-    return _with(settings, workdir, names)
+
+
+def named(settings: Settings, directory: str) -> list[str]:
+    """Flags that name the files of a directory as the keys that settings name not, whatever the addresses are."""
+    return [
+        f"--config.{block}.{name}=@{directory}/{file}"
+        for file, (block, name) in _SETTINGS.items()
+        if not getattr(getattr(settings, block), name)
+    ]
 
 
 def found(settings: Settings, workdir: pathlib.Path) -> Settings:

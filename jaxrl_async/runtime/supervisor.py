@@ -136,13 +136,41 @@ def run(
             flags += [f"--config.monitoring.address={monitoring.nth(page, names.index(name))}"]
         return _start(name, workdir, addresses + flags, devices)
 
+    return supervise(
+        names,
+        len(learners),
+        settings,
+        workdir,
+        queue_address,
+        start,
+        resume=resume,
+        fallback=fallback,
+        on_step=on_step,
+        stop_requested=stop_requested,
+    )
+
+
+def supervise(
+    names: list[str],
+    num_learners: int,
+    settings: Settings,
+    workdir: pathlib.Path,
+    queue_address: str,
+    start: Callable[..., Role],
+    *,
+    resume: bool = False,
+    fallback: bool = False,
+    on_step: Callable[[int], None] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Starts the roles of names, the learner's last, by start(name, resume, fallback); see `run`."""
     roles: list[Role] = []
     end = "failed"
     try:
         for name in names:
             roles.append(start(name, resume, fallback))
         done = _watch(
-            roles, len(learners), settings, workdir, queue_address, start, on_step, stop_requested
+            roles, num_learners, settings, workdir, queue_address, start, on_step, stop_requested
         )
         end = "done" if done else "left"
         return done

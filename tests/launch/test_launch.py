@@ -1,7 +1,6 @@
 """The dry runs of the launch scripts print commands that `train` accepts; the JobSets fit their schemas."""
 
 import configparser
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -9,14 +8,12 @@ import pathlib
 import re
 import shlex
 import shutil
-import signal
 import stat
 import subprocess
 import sys
 
 import pytest
 import yaml
-from fixtures.queues import learner_of
 from kubernetes import client as kubernetes
 
 from jaxrl_async.cli import main
@@ -24,7 +21,6 @@ from jaxrl_async.cli.config import UsageError, load_config, settings_of
 from jaxrl_async.config.settings import Checkpoint, SettingsError
 from jaxrl_async.runtime import cluster
 from jaxrl_async.runtime.preemption import CLEANUP_SECS
-from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -468,152 +464,34 @@ def test_a_role_that_the_environment_gives_needs_a_workdir_and_its_variables(
     assert "SLURM_JOB_NODELIST_HET_GROUP_0" in error and "SLURM_PROCID are missing" in error
 
 
-def calls_of_gcloud(tmp_path, *words, **variables):
-    """What a script of bash calls gcloud with, as words; gcloud says NAME.example for an address."""
-    gcloud, noted = tmp_path / "bin" / "gcloud", tmp_path / "calls"
-    gcloud.parent.mkdir(exist_ok=True)
-    gcloud.write_text(
-        '#!/usr/bin/env bash\nif [ "$4" = describe ]; then echo "$5.example"; exit; fi\n'
-        f'printf "%s\\0" gcloud "$@" $\'\\n\' >>{shlex.quote(str(noted))}\n'
-    )
-    gcloud.chmod(0o755)
-    environment = os.environ | variables | {"PATH": f"{gcloud.parent}:{os.environ['PATH']}"}
-    subprocess.run(["bash", *map(str, words)], env=environment, check=True, timeout=60)
-    calls = noted.read_text().split("\0\n\0")[:-1]
-    noted.unlink()
-    calls = [call.split("\0") for call in calls]
-    return [(*words, shlex.split(remote.removeprefix("--command="))) for *words, remote in calls]
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_can_be_called_by_its_name(script):
     assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-@pytest.mark.parametrize("rewards", ["", "s1 r0"])
-def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(rewards, dry, tmp_path):
-    names = {"PROJECT": "p", "ZONE": "z", "LEARNER": "learn", "SERVERS": "s0 s1"}
-    names |= {"REWARDS": rewards} if rewards else {}
-    flags = (
-        "--config.model.path=/mnt/q",
-        "--config.learner.num_processes=2",
-        "--config.learner.data=2",
-    )
-    config = f"{ROOT}/configs/gsm8k_qwen2_5_1p5b.py:smoke"
-    words = [LAUNCH / "tpu_pod.sh", config, tmp_path / "a b", *flags, '--config.x="$HOME `!\\']
-    shown = subprocess.run(
-        ["bash", words[0], "--dry-run", *words[1:]],
-        env=os.environ | names,
-        check=True,
-        timeout=60,
-        text=True,
-        capture_output=True,
-    ).stdout
-    assert "    --config.weights.transport=stream \\\n" in shown and r"\(" not in shown
-    commands = calls_of_gcloud(tmp_path, "-c", shown)
-    assert calls_of_gcloud(tmp_path, *words, **names) == commands, "without --dry-run it does these"
-    roles = []
-    for command in commands:
-        *command, remote = command
-        assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", command[5]]
-        assert remote[:5] == ["cd", "jaxrl_async", "&&", "launch/tpu_pod.sh", "--on-host"]
-        role, workdir, model, *rest = remote[5:]
-        assert (workdir, model) == (f"{tmp_path}/a b", "/mnt/q")
-        roles.append((command[5], command[-1], role))
-        assert role in ("key", "server") or rest.pop() == '--config.x="$HOME `!\\'
-    assert roles == [
-        ("learn", "--worker=0", "key"),
-        ("s0", "--worker=0", "server"),
-        ("s1", "--worker=0", "server"),
-        *((name, "--worker=0", "rewards") for name in rewards.split()),
-        ("learn", "--worker=0", "queue"),
-        ("learn", "--worker=0", "rollout"),
-        ("learn", "--worker=all", "learner"),
+@pytest.mark.parametrize("names", ["slice", "slice,other"])
+def test_the_script_of_tpu_vms_gives_gclouds_slice_to_the_verb_pod(names, tmp_path):
+    node = {
+        "name": "projects/p/locations/z/nodes/slice",
+        "acceleratorType": "v5litepod-8",
+        "networkEndpoints": [{"ipAddress": "10.0.0.1"}, {"ipAddress": "10.0.0.2"}],
+    }
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text(f"#!/bin/sh\necho $@ >{tmp_path}/asked\necho '{json.dumps([node])}'\n")
+    gcloud.chmod(0o755)
+    words = [LAUNCH / "tpu_pod.sh", "--dry-run", names, "1", QUICKSTART, tmp_path / "a b"]
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PROJECT": "p", "ZONE": "z"}
+    variables |= {"JAXRL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    lines = printed(*words, "--config.learner.fsdp=4", "--nofit", **variables)
+    asked = f"--project=p --zone=z --format=json --filter=name:({names.replace(',', ' ')})\n"
+    assert (tmp_path / "asked").read_text().endswith(asked)
+    assert lines[0] == ["slice-0", "10.0.0.1", "4", "×", "v5e"]
+    roles = [line for line in lines if "jaxrl_async.pods.host" in line[-1]]
+    assert [line[5:9] for line in roles[:2]] == [
+        ["slice", "--project=p", "--zone=z", f"--worker={worker}"] for worker in (0, 1)
     ]
-    environ = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}
-    rest = [word for word in rest if word != "--config.model.path=/mnt/q"]  # There is none here.
-    resolved, settings = dry(["train", f"--workdir={tmp_path}/a", *rest, "--role=auto"], environ)
-    assert {"--role=learner", "--index=1", "--coordinator=10.0.0.1:8476"} <= set(resolved)
-    assert settings["queue"]["address"] == "learn.example:7000"
-    assert settings["server"]["addresses"] == [
-        "http://s0.example:30000",
-        "http://s1.example:30000",
-    ]
-    services = [f"{name}.example:7100" for name in rewards.split()]
-    assert settings["rollout"]["reward_addresses"] == services
-    indexes = [w for *_, words in commands for w in words if w.startswith("--index=")]
-    assert indexes == [f"--index={i}" for i in range(len(services))]
-
-
-def test_all_that_the_script_of_tpu_vms_lacks_is_said_at_once(monkeypatch):
-    for name in ("PROJECT", "LEARNER", "SERVERS"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("ZONE", "z")
-    words = ["bash", LAUNCH / "tpu_pod.sh", "--dry-run", "configs/c.py", "/mnt/runs/a"]
-    result = subprocess.run(words, text=True, capture_output=True, timeout=60)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert "missing: PROJECT LEARNER SERVERS --config.model.path=DIR. " in result.stderr
-    assert 'SERVERS="serve-0 serve-1"' in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def host(tmp_path, monkeypatch):
-    """A host as tpu_pod.sh needs it: runs its --on-host, and ends the processes that remain."""
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    for name, value in (("HOME", tmp_path), ("PYTHONPATH", ROOT)):
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-
-    def run(role, *flags):
-        words = ["--on-host", role, tmp_path / "run", "/no/model", *flags]
-        subprocess.run(
-            ["bash", LAUNCH / "tpu_pod.sh", *words], cwd=tmp_path, check=True, timeout=60
-        )
-        pid = tmp_path / f"jaxrl-{role}.pid"
-        return int(pid.read_text()) if pid.exists() else None
-
-    yield run
-    for pid in tmp_path.glob("jaxrl-*.pid"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid.read_text()), signal.SIGKILL)
-
-
-def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
-    address = f"127.0.0.1:{free_port()}"
-    flags = (f"--config={QUICKSTART}", f"--config.queue.address={address}")
-    host("key")
-    key = (tmp_path / "run" / "keys" / "queue").read_text().strip()
-    pids = []
-    for _ in range(2):
-        pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_QUEUE_KEY"))
-        with learner_of(address, connect_timeout_secs=60.0, token=key) as queue:
-            assert queue.status().leased_groups == 0
-    lines = [pathlib.Path(f"/proc/{pid}/cmdline") for pid in pids]
-    roles = [b"--role=queue" in line.read_bytes() if line.exists() else False for line in lines]
-    assert roles == [False, True]
-    log = (tmp_path / "run" / "logs" / "queue.log").read_text()
-    assert "Error" not in log, log
-
-
-def test_the_keys_of_a_script_are_three_files_of_their_owner(host, tmp_path):
-    host("key")
-    files = sorted((tmp_path / "run" / "keys").iterdir())
-    texts = [file.read_text() for file in files]
-    host("key")  # Those that are there stay.
-    assert [file.name for file in files] == ["admin", "api", "queue"]
-    assert [file.read_text() for file in files] == texts and len(set(texts)) == 3
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-
-
-def test_a_number_that_is_another_programs_by_now_is_left_alone(host, tmp_path):
-    with subprocess.Popen(["sleep", "600"]) as other:
-        (tmp_path / "jaxrl-queue.pid").write_text(f"{other.pid}\n")
-        host("queue", f"--config={QUICKSTART}", "--config.queue.address=127.0.0.1:0")
-        assert other.poll() is None
-        other.kill()
+    assert len(roles) == 7 and "cd 'jaxrl/a b'" in roles[0][-1]
+    assert not (tmp_path / "a b").exists()
 
 
 # Kubernetes. A JobSet's own fields are those of its CRD (jobset.x-k8s.io/v1alpha2), which no package registry has; what

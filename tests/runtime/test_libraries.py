@@ -24,7 +24,7 @@ def workdir(tmp_path):
 @pytest.fixture
 def resume(workdir, monkeypatch, capsys):
     """Resumes a run up to the start of its roles; what it printed."""
-    monkeypatch.setattr(train, "_run_all", lambda *_, **__: 0)
+    monkeypatch.setattr(train, "run_all", lambda *_, **__: 0)
 
     def resume():
         assert main.main(["train", "--resume", f"--workdir={workdir}"]) == 0

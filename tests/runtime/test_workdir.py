@@ -31,7 +31,7 @@ def workdir(tmp_path):
 def started(monkeypatch):
     """The settings of the runs that `train` would have started."""
     started = []
-    monkeypatch.setattr(train, "_run_all", lambda settings, *_, **__: started.append(settings) or 0)
+    monkeypatch.setattr(train, "run_all", lambda settings, *_, **__: started.append(settings) or 0)
     return started
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_has_its_workdir_is_not_said_to_be_resumable(workdir):
 
 def test_a_fallback_goes_with_resume_and_is_no_end(workdir, monkeypatch, capsys):
     given = []
-    monkeypatch.setattr(train, "_run_all", lambda settings, path, **how: given.append(how) or 0)
+    monkeypatch.setattr(train, "run_all", lambda *_, **how: given.append(how) or 0)
     assert main.main(["train", "--fallback", f"--config={QUICKSTART}:smoke"]) == 2
     assert "--fallback goes with --resume" in capsys.readouterr().err
     (workdir / "checkpoints" / "2").mkdir()

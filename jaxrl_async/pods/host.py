@@ -1,0 +1,79 @@
+"""A role on a host of a pod: `python -m jaxrl_async.pods.host NAME FLAG …`, in the pod's directory.
+
+It is the parent of the role. A line of stdin is a signal for the role; the end of stdin, or of this process, its end.
+"""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from jaxrl_async.runtime import supervisor
+from jaxrl_async.runtime.workdir import checkpoint_steps
+
+RUN = pathlib.Path("run")  # the workdir
+
+
+def main(name: str, *flags: str) -> int:
+    """Runs a role until it ends, in the place of the one before. The code is 128 + its signal where one ended it."""
+    role, _, index = name.partition("-")
+    words = [
+        sys.executable,
+        "-m",
+        "jaxrl_async",
+        "train",
+        f"--role={role}",
+        f"--index={index or 0}",
+    ]
+    words += ["--config=run/config.json", "--workdir=run", *flags]
+    RUN.mkdir(exist_ok=True)
+    _take_the_place(pathlib.Path(f"{name}.pid"))
+    if role == "learner" and checkpoint_steps(RUN):
+        words.append("--resume")
+    environment = os.environ | {"JAXRL_PARENT": str(os.getpid())}
+    if role == "server":  # The names that SGLang reads.
+        for key, variable in (("api", "SGLANG_API_KEY"), ("admin", "SGLANG_ADMIN_API_KEY")):
+            if (path := RUN / "keys" / key).exists():
+                environment[variable] = path.read_text().strip()
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The connection's end is that of stdin.
+    threading.Thread(target=_obey, args=(process,), name="stdin", daemon=True).start()
+    code = process.wait()
+    supervisor.kill(process, 0.0)  # its children
+    return code if code >= 0 else 128 - code
+
+
+def _obey(process: subprocess.Popen) -> None:
+    while word := sys.stdin.readline().strip():
+        process.send_signal(signal.Signals[word])
+    process.terminate()
+    supervisor.kill(process, time.monotonic() + supervisor.STOP_SECS)
+
+
+def _take_the_place(path: pathlib.Path) -> None:
+    """Ends the process of a file, whose connection was lost, and writes this one's number there."""
+    if path.exists() and (pid := path.read_text()).isdigit() and _is_ours(int(pid)):
+        os.kill(int(pid), signal.SIGTERM)
+        deadline = time.monotonic() + 2 * supervisor.STOP_SECS
+        while _is_ours(int(pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if _is_ours(int(pid)):  # Its role ends with it.
+            os.kill(int(pid), signal.SIGKILL)
+    path.write_text(str(os.getpid()))
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return b"jaxrl_async.pods" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,314 @@
+"""The plan of a run on several hosts: which hosts and chips learn and sample, where the other roles are.
+
+Pure functions of texts and numbers, tested by values. Opens no file and no socket, imports no JAX.
+
+    hosts 0 … n-1    a learner process each; the first has the queue; rollout workers in turns
+    the last K       servers; the last of these reward services
+
+The TPU's variables are those of docs.jax.dev and libtpu for several processes on one VM; workers of a slice are
+numbered along x first (docs.cloud.google.com/tpu/docs). Never run on a TPU.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_async.runtime.cluster import (
+    COORDINATOR_PORT,
+    QUEUE_PORT,
+    REWARD_PORT,
+    SERVER_PORT,
+    ClusterError,
+)
+from jaxrl_async.runtime.cluster import hosts_of as names_of
+
+TPU_PORT = 8471
+TPU = re.compile(r"v\d+[a-z]*")  # a kind of TPU
+# Chips of a process → their box; other numbers are no box of a host.
+BOXES = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
+_KINDS = {"v5litepod": "v5e", "v5lite": "v5e"}  # gcloud's name → that of `fit`
+_CORES = ("v2", "v3", "v4", "v5p")  # kinds whose number counts cores, of which a chip has two
+
+
+class PlanError(ValueError):
+    """Hosts that cannot be read, or a split that fits nothing; the message names value and bound."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine of the run."""
+
+    name: str  # as people and ssh say it
+    address: str  # at which the other hosts reach it
+    kind: str = ""  # of its chips: "v5e", "h100"; "" for a CPU
+    chips: int = 0
+    node: str = ""  # a TPU's resource, of which it is a worker
+    worker: int = 0
+    place: str = ""  # "project/zone" of the node
+    grid: tuple[int, ...] = ()  # hosts of its slice along x, y, z; () where it is none
+
+    @property
+    def is_tpu(self) -> bool:
+        return bool(TPU.fullmatch(self.kind))
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """A process of the run: `train --role=…` on a host."""
+
+    name: str  # "queue", "server-0", …
+    host: Host
+    environment: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Roles in order of start, the learner's last, and where they find one another."""
+
+    hosts: tuple[Host, ...]  # the learner's first
+    roles: tuple[Role, ...]
+    num_learners: int
+    num_devices: int  # of the learner; 0 on CPUs
+    target: str  # of `fit`; "" on CPUs
+    queue: str  # "host:port"
+    servers: tuple[str, ...]  # "host:port"
+    rewards: tuple[str, ...]
+    coordinator: str  # "" with one learner process
+
+
+def read_hosts(text: str, chips: str = "") -> list[Host]:
+    """The hosts of a text: gcloud's JSON of TPU VMs, a line "NAME [ADDRESS]" for each, or Slurm's "node[1-4],login".
+
+    Args:
+      text: `gcloud compute tpus tpu-vm describe NODE --format=json`, or `list`; lines, of which # begins a comment.
+      chips: "v5e:4", "h100:8": of each host, where the text does not say; "" for CPUs.
+
+    Raises:
+      PlanError: none of these, no host, or a host twice.
+    """
+    kind, _, count = chips.partition(":")
+    if chips and not (re.fullmatch(r"[a-z]\d+[a-z]*", kind) and re.fullmatch(r"[1-9]\d*", count)):
+        raise PlanError(f"--chips must be KIND:NUMBER, as v5e:4 or h100:8, got {chips!r}")
+    text = text.strip()
+    if text.startswith(("{", "[{")):
+        try:
+            found = json.loads(text)
+            nodes = found if isinstance(found, list) else [found]
+            hosts = [host for node in nodes for host in _of_node(node)]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"not gcloud's JSON of TPU VMs: {error!r}") from None
+    else:
+        lines = [line.partition("#")[0].split() for line in text.splitlines()]
+        lines = [line for line in lines if line]
+        if long := [line for line in lines if len(line) > 2]:
+            raise PlanError(f"a line has a name and an address, got {' '.join(long[0])!r}")
+        try:
+            expanded = [(name, line) for line in lines for name in names_of(line[0])]
+        except ClusterError as error:
+            raise PlanError(str(error)) from None
+        hosts = [Host(name, line[-1] if len(line) == 2 else name) for name, line in expanded]
+    if chips:
+        hosts = [
+            h if h.chips else dataclasses.replace(h, kind=kind, chips=int(count)) for h in hosts
+        ]
+    if not hosts:
+        raise PlanError("no host is named")
+    for what in ("name", "address"):
+        values = [getattr(host, what) for host in hosts]
+        if twice := {value for value in values if values.count(value) > 1}:
+            raise PlanError(f"the {what} {min(twice)} stands for several hosts")
+    return hosts
+
+
+def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
+    """The workers of a TPU VM, as gcloud describes it."""
+    _, project, _, zone, _, name = node["name"].split("/")
+    if (state := node.get("state", "READY")) != "READY":
+        raise PlanError(f"the TPU {name} is {state}")
+    version, _, number = node["acceleratorType"].partition("-")
+    kind = _KINDS.get(version, version)
+    ends = node["networkEndpoints"]
+    total = int(number) // (2 if kind in _CORES else 1)
+    chips, rest = divmod(total, len(ends))
+    if rest or chips not in BOXES:
+        raise PlanError(f"the TPU {name} of {total} chips has {len(ends)} hosts")
+    shape = node.get("acceleratorConfig", {}).get("topology", "")
+    axes = [int(n) for n in shape.split("x")] if shape else []
+    grid = tuple(axis // box for axis, box in zip(axes, BOXES[chips], strict=False))
+    if math.prod(grid) != len(ends):
+        grid = ()
+    for i, end in enumerate(ends):
+        yield Host(
+            f"{name}-{i}" if len(ends) > 1 else name,
+            end["ipAddress"],
+            kind,
+            chips,
+            node=name,
+            worker=i,
+            place=f"{project}/{zone}",
+            grid=grid,
+        )
+
+
+def num_learners(hosts: Sequence[Host], servers: int, server_chips: int) -> int:
+    """The hosts that learn. Raises PlanError where none would, or nothing would sample."""
+    if not 0 <= servers < len(hosts):
+        raise PlanError(f"--servers = {servers} of {len(hosts)} hosts leaves none to learn")
+    if not servers and server_chips < 1:
+        raise PlanError("nothing would sample: give --servers=HOSTS or --server_chips=CHIPS")
+    return len(hosts) - servers
+
+
+def make(
+    hosts: Sequence[Host],
+    *,
+    servers: int = 0,
+    server_chips: int = 0,
+    servers_per_host: int = 0,
+    workers: int = 1,
+    rewards: int = 0,
+    learner_devices: int = 1,
+) -> Plan:
+    """The plan of a run.
+
+    Args:
+      hosts: of the run; the first ones learn.
+      servers: hosts at the end of the list that sample, whole.
+      server_chips: of the only learner host, which sample instead; its last ones.
+      servers_per_host: of a host that samples, and of such chips; 0: one for each chip, one on a CPU.
+      workers: rollout workers.
+      rewards: hosts with a reward service, from the end of the list on.
+      learner_devices: of the config's mesh.
+
+    Raises:
+      PlanError: the split fits nothing.
+    """
+    num = num_learners(hosts, servers, server_chips)
+    if not 0 <= rewards <= len(hosts):
+        raise PlanError(f"--rewards = {rewards} must be in [0, {len(hosts)}], the hosts")
+    learners, samplers = hosts[:num], hosts[num:]
+    if len({(host.kind, host.chips) for host in learners}) > 1:
+        found = ", ".join(f"{host.name} {host.chips} × {host.kind}" for host in learners)
+        raise PlanError(f"learner hosts must have the same chips: {found}")
+    chips = learners[0].chips - server_chips
+    if server_chips and num > 1:
+        raise PlanError(f"--server_chips splits a host, and {num} learn: give --servers=HOSTS")
+    if server_chips and chips < 1:
+        raise PlanError(
+            f"--server_chips = {server_chips} of {learners[0].chips} chips of {learners[0].name} leaves none to learn"
+        )
+    if learner_devices % num or (chips and chips * num != learner_devices):
+        of = f"{num} hosts with {chips} chips each" if chips else f"{num} hosts"
+        raise PlanError(
+            f"the config's mesh has {learner_devices} devices, and {of} learn: set learner.fsdp and its like, or "
+            "another --servers"
+        )
+    roles = [Role("queue", hosts[0], {"JAX_PLATFORMS": "cpu"})]
+    places: list[tuple[Host, list[int]]] = []
+    for host, ids in [(h, range(h.chips)) for h in samplers] + (
+        [(hosts[0], range(chips, hosts[0].chips))] if server_chips else []
+    ):
+        count = servers_per_host or max(1, len(ids))
+        each, rest = divmod(len(ids), count)
+        if ids and (rest or not each):
+            raise PlanError(f"{len(ids)} chips of {host.name} are not {count} equal servers'")
+        places += [(host, list(ids[i * each : (i + 1) * each])) for i in range(count)]
+    addresses: list[str] = []
+    for i, (host, ids) in enumerate(places):
+        port = SERVER_PORT + sum(other is host for other, _ in places[:i])
+        addresses.append(f"{host.address}:{port}")
+        roles.append(Role(f"server-{i}", host, _shown(host, ids)))
+    services = hosts[len(hosts) - rewards :]
+    for i, host in enumerate(services):
+        roles.append(Role(f"rewards-{i}", host, {"JAX_PLATFORMS": "cpu"}))
+    for i in range(workers):
+        roles.append(Role(f"rollout-{i}", learners[i % num], {"JAX_PLATFORMS": "cpu"}))
+    for i, host in enumerate(learners):
+        environment = _learns(learners, i, chips)
+        if not chips and learner_devices > num:
+            environment = {"JAX_NUM_CPU_DEVICES": str(learner_devices // num)}
+        roles.append(Role("learner" if num == 1 else f"learner-{i}", host, environment))
+    return Plan(
+        tuple(hosts),
+        tuple(roles),
+        num,
+        chips * num,
+        _target(hosts[0], chips, num),
+        f"{hosts[0].address}:{QUEUE_PORT}",
+        tuple(addresses),
+        tuple(f"{host.address}:{REWARD_PORT}" for host in services),
+        f"{hosts[0].address}:{COORDINATOR_PORT}" if num > 1 else "",
+    )
+
+
+def _learns(learners: Sequence[Host], index: int, chips: int) -> dict[str, str]:
+    """The variables of a learner process: none where it has its host, and the learner its slice."""
+    host, num = learners[index], len(learners)
+    whole = chips == host.chips and num == math.prod(host.grid or (1,))
+    if not chips or whole or not host.is_tpu:
+        return {} if chips == host.chips else _shown(host, list(range(chips)))
+    if len({other.node for other in learners}) > 1:
+        raise PlanError("the learner's hosts must be of one slice")
+    if num == 1:
+        return _shown(host, list(range(chips)))
+    x, y, z = (*host.grid, 1, 1, 1)[:3]
+    if not host.grid:
+        raise PlanError(
+            f"the topology of the slice of {host.name} is not known: {num} of its hosts"
+        )
+    if [other.worker for other in learners] != list(range(num)):
+        raise PlanError("the learner's hosts must be the first workers of their slice, in order")
+    box = (num, 1, 1) if num <= x else (x, num // x, 1) if num <= x * y else (x, y, num // (x * y))
+    if math.prod(box) != num:
+        raise PlanError(
+            f"{num} of {x} × {y} × {z} hosts are no box of the slice: give another --servers"
+        )
+    return _shown(host, list(range(chips))) | {
+        "TPU_PROCESS_BOUNDS": ",".join(map(str, box)),
+        "TPU_PROCESS_ADDRESSES": ",".join(f"{h.address}:{TPU_PORT}" for h in learners),
+        "TPU_PROCESS_PORT": str(TPU_PORT),
+        "CLOUD_TPU_TASK_ID": str(index),
+    }
+
+
+def _shown(host: Host, ids: Sequence[int]) -> dict[str, str]:
+    """The variables of a process alone with some chips of its host."""
+    if not ids:
+        return {}
+    if not host.is_tpu:
+        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
+    if len(ids) not in BOXES:
+        raise PlanError(
+            f"{len(ids)} chips of {host.name} are no box: {', '.join(map(str, BOXES))} are"
+        )
+    return {
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": ",".join(map(str, BOXES[len(ids)])),
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_VISIBLE_CHIPS": ",".join(map(str, ids)),
+        "CLOUD_TPU_TASK_ID": "0",
+    }
+
+
+def _target(host: Host, chips: int, num: int) -> str:
+    if not chips:
+        return ""
+    if host.is_tpu:
+        return f"{host.kind}-{chips * num * (2 if host.kind in _CORES else 1)}"
+    return f"{f'{num}x' if num > 1 else ''}{host.kind}-{chips}"
+
+
+def text(plan: Plan) -> str:
+    """A line for each role, by host, with its variables."""
+    lines = []
+    for host in plan.hosts:
+        what = f"{host.chips} × {host.kind}" if host.chips else "CPU"
+        lines.append(f"{host.name}  {host.address}  {what}")
+        for role in (role for role in plan.roles if role.host == host):
+            variables = " ".join(f"{k}={v}" for k, v in role.environment.items())
+            lines.append(f"  {role.name:10} {variables}".rstrip())
+    where = [f"queue {plan.queue}", f"servers {', '.join(plan.servers)}"]
+    where += [f"rewards {', '.join(plan.rewards)}"] * bool(plan.rewards)
+    return "\n".join([*lines, *where])

@@ -1,0 +1,426 @@
+"""The hosts of a pod over ssh: look at them, copy to them, run the roles there, bring the workdir home.
+
+A role's process here is its ssh: its output is the role's log, a line of its stdin a signal for the role, its end the
+role's end (pods/host.py). The supervisor's rules hold for them as for roles of one machine. Imports no JAX.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.metadata
+import io
+import json
+import pathlib
+import secrets
+import shlex
+import signal
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tqdm
+
+from jaxrl_async import security
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.pods import survey
+from jaxrl_async.pods.plan import TPU, Host, Plan, Role
+from jaxrl_async.queue.journal import settle
+from jaxrl_async.runtime import supervisor
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=4 {host}"
+GCLOUD = (
+    "gcloud compute tpus tpu-vm ssh {node} --project={project} --zone={zone} --worker={worker} --quiet "
+    "--command={command}"
+)
+LOST = 255  # ssh's exit code where there is no connection
+NOTHING_TO_DO = 3  # exit code of a prepared run that is done
+RETRY_SECS = 10.0  # until a lost host is tried again
+COLLECT_SECS = 60.0  # interval at which metrics and samples come home
+LONG_SECS = 3600.0  # deadline of a copy of the whole workdir, and of an installation
+CLOCK_SECS = 60.0  # bound on the difference of two clocks
+# Of the workdir of the first host, what never comes home, and what comes at the end.
+_STAYS = ("weights", "keys", "logs", "roles.json", "scrape")
+_LAST = ("checkpoints", "base", "journal.sqlite*")
+
+_T = TypeVar("_T")
+
+
+class PodError(RuntimeError):
+    """Hosts that cannot take part, a line for each."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code  # of the command that failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Shell:
+    """Commands on hosts, in the pod's directory."""
+
+    # With {host}, {node}, {worker}, {project}, {zone}, {command}; without the last the command comes last.
+    template: str
+    directory: str  # in the login's, or absolute
+    python: str  # of the hosts
+
+    def words(self, host: Host, command: str) -> list[str]:
+        """The local command that runs a shell's command in the directory of a host."""
+        project, _, zone = host.place.partition("/")
+        there = shlex.quote(self.directory)
+        command = f"mkdir -p {there}/run && cd {there} && {command}"
+        known = {"host": host.name if not host.node else host.address, "node": host.node}
+        known |= {"worker": host.worker, "project": project, "zone": zone, "command": command}
+        words = [word.format(**known) for word in shlex.split(self.template)]
+        return words if "{command}" in self.template else [*words, command]
+
+    def module(self, *words: str, environment: Mapping[str, str]) -> str:
+        """A shell's command: `python -m MODULE …`."""
+        variables = [f"{name}={value}" for name, value in environment.items()]
+        start = ["exec", *(["env", *variables] if variables else []), self.python]
+        return shlex.join([*start, "-m", *words])
+
+    def run(self, host: Host, command: str, *, secs: float, data: bytes = b"") -> str:
+        """The output of a command.
+
+        Raises:
+          PodError: it failed, or had not ended after `secs`.
+        """
+        try:
+            done = subprocess.run(
+                self.words(host, command), input=data, capture_output=True, timeout=secs
+            )
+        except subprocess.TimeoutExpired:
+            raise PodError(f"{host.name} did not answer within {secs:g} s") from None
+        except OSError as error:
+            raise PodError(f"{host.name}: {error}") from None
+        if done.returncode:
+            said = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()[-8:]
+            said = security.escaped("\n  ".join(said), keep="\n")
+            if done.returncode == LOST:
+                raise PodError(f"{host.name} is not reached: {said}")
+            raise PodError(f"{host.name}: exit code {done.returncode}: {said}", done.returncode)
+        return done.stdout.decode(errors="replace")
+
+
+def each(hosts: Iterable[Host], call: Callable[[Host], _T]) -> dict[Host, _T]:
+    """The results of all hosts, side by side. Raises PodError with the lines of all that fail."""
+    hosts = list(hosts)
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(hosts)), "host") as pool:
+        futures = {host: pool.submit(call, host) for host in hosts}
+    errors = [e for f in futures.values() if isinstance(e := f.exception(), PodError)]
+    if errors:
+        raise PodError("\n  ".join(map(str, errors)))
+    return {host: future.result() for host, future in futures.items()}
+
+
+def owners(plan: Plan, shell: Shell, *, secs: float) -> list[Host]:
+    """Makes the directory on all hosts; one host for each directory, in order.
+
+    Raises:
+      PodError: a host does not answer; or learner hosts do not share the directory.
+    """
+    token = secrets.token_hex(8)
+    each(plan.hosts, lambda host: shell.run(host, _mark(host, token), secs=secs))
+    seen = each(plan.hosts, lambda host: shell.run(host, f"grep -l {token} .host-*", secs=secs))
+    names = {host: {line.removeprefix(".host-") for line in seen[host].split()} for host in seen}
+    learners = {host.name for host in plan.hosts[: plan.num_learners]}
+    if lost := sorted(learners - names[plan.hosts[0]]):
+        raise PodError(
+            f"{', '.join(lost)} and {plan.hosts[0].name} learn and do not share {shell.directory}: several learner "
+            "processes write the parts of versions and checkpoints to one disk. Name one by --directory, or let one "
+            "host learn"
+        )
+    first = {host: next(h for h in plan.hosts if h.name in names[host]) for host in plan.hosts}
+    return list(dict.fromkeys(first.values()))
+
+
+def _survey(shell: Shell) -> str:
+    return f"{shlex.quote(shell.python)} jaxrl_async/pods/survey.py"
+
+
+def _mark(host: Host, token: str) -> str:
+    """The command that leaves a mark, by which hosts that share the directory are told."""
+    return f"echo {token} >{shlex.quote(f'.host-{host.name}')}"
+
+
+def refusals(plan: Plan, found: Mapping[Host, Mapping[str, Any]], digest: str) -> list[str]:
+    """Why hosts cannot take part in a run.
+
+    Args:
+      plan: of the run.
+      found: of each host the result of `survey.survey`, with "late": seconds that its clock is behind.
+      digest: of this package.
+    """
+    said, first = [], plan.hosts[0]
+    for host, one in found.items():
+        versions, wanted = one["versions"], found[first]["versions"]
+        if missing := [name for name, version in versions.items() if not version]:
+            said.append(
+                f"{host.name} lacks {', '.join(missing)} for its {versions['python']}: --setup installs"
+            )
+        elif tuple(map(int, versions["python"].split("."))) < (3, 11):
+            said.append(
+                f"{host.name} has Python {versions['python']}, 3.11 is needed: --python=PATH"
+            )
+        elif differ := [name for name in versions if versions[name] != wanted[name]]:
+            pairs = ", ".join(f"{name} {versions[name]} and not {wanted[name]}" for name in differ)
+            said.append(f"{host.name} has {pairs} as {first.name}")
+        if one["digest"] != digest:
+            said.append(
+                f"{host.name} has another jaxrl_async, of digest {one['digest']} and not {digest}: leave --nocopy away"
+            )
+        if abs(one["late"]) > CLOCK_SECS:
+            said.append(
+                f"the clock of {host.name} is {one['late']:+.0f} s off this one's, at most {CLOCK_SECS:g} s may be"
+            )
+        if one["chips"] < host.chips:
+            said.append(f"{host.name} has {one['chips']} chips, the plan needs {host.chips}")
+    return said
+
+
+def survey_all(plan: Plan, shell: Shell, *, secs: float) -> None:
+    """Raises PodError with all reasons of all hosts against the run."""
+
+    def look(host: Host) -> dict[str, Any]:
+        began = time.time()
+        found = json.loads(shell.run(host, _survey(shell), secs=secs).splitlines()[-1])
+        now = time.time()
+        # Its clock was read between the two.
+        late = min(0.0, now - found["time"]) + max(0.0, began - found["time"])
+        return found | {"late": late}
+
+    if said := refusals(plan, each(plan.hosts, look), survey.digest()):
+        raise PodError("\n  ".join(said))
+
+
+def package(
+    include: Sequence[pathlib.Path],
+    asked: pathlib.Path,
+    keys: pathlib.Path,
+    *,
+    whole: bool,
+    kind: str,
+) -> bytes:
+    """A tar of this package, where it is to come `whole`, of files beside it, the asked config.json and the keys.
+
+    With it comes a requirements.txt of the libraries, and JAX's for chips of a kind.
+    """
+    paths = {path.name: path for path in include}
+    wanted = importlib.metadata.requires("jaxrl_async") or []
+    chips = {"": "jax"}.get(kind, "jax[tpu]" if TPU.fullmatch(kind) else "jax[cuda13]")
+    lines = [line for line in wanted if "extra ==" not in line]
+    (asked.parent / "requirements.txt").write_text("\n".join([*lines, chips, ""]))
+    root = pathlib.Path(survey.ROOT)
+    paths |= {root.name: root} if whole else {}
+    paths["requirements.txt"] = asked.parent / "requirements.txt"
+    return _tar({**paths, "asked.json": asked, "run/keys": keys})
+
+
+def _tar(paths: Mapping[str, pathlib.Path]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", dereference=True, compresslevel=1) as tar:
+        for name, path in paths.items():
+            tar.add(path, name, filter=lambda m: None if "__pycache__" in m.name else m)
+    return packed.getvalue()
+
+
+ADD = "tar xzf -"
+UNPACK = f"rm -rf jaxrl_async && {ADD}"
+
+
+def commands(
+    plan: Plan, shell: Shell, setup: str, copy: bool, prepare: str, flags: Sequence[str]
+) -> Iterator[tuple[Host, str]]:
+    """All commands on hosts that a run gives, in order; what they read is not shown."""
+    for host in plan.hosts:
+        yield host, _mark(host, "TOKEN")
+    for command in (UNPACK if copy else ADD, setup, _survey(shell)):
+        yield from ((host, command) for host in plan.hosts if command)
+    yield plan.hosts[0], prepare
+    for role in plan.roles:
+        yield role.host, command_of(role, shell, flags)
+
+
+def begin(
+    plan: Plan,
+    shell: Shell,
+    workdir: pathlib.Path,
+    at: Sequence[Host],
+    prepare: str,
+    *,
+    secs: float,
+) -> bool:
+    """Begins the run on the first host, with the checkpoints from here where it has fewer; the others get its files.
+
+    Returns:
+      Whether there is anything to do.
+
+    Raises:
+      PodError: the host refuses the run.
+    """
+    first = plan.hosts[0]
+    there = shell.run(first, "ls run/checkpoints 2>/dev/null || true", secs=secs).split()
+    here = [path.name for path in workdir.glob("checkpoints/*")]
+    if _last(here) > _last(there):
+        print(f"{first.name}: the run of {workdir}, up to step {_last(here)}", flush=True)
+        kept = {p.name: p for p in workdir.iterdir() if p.name not in _STAYS}
+        shell.run(first, "tar xzf - -C run", secs=LONG_SECS, data=_tar(kept))
+    try:
+        print(shell.run(first, prepare, secs=LONG_SECS), end="", flush=True)
+    except PodError as error:
+        if error.code != NOTHING_TO_DO:
+            raise
+        print(error)
+        return False
+    pull(shell, first, workdir, [*_STAYS, *_LAST], secs=secs)
+    files = [*workdir.glob("*.json"), *workdir.glob("tokenizer")]
+    data = _tar({path.name: path for path in files if path.name not in _STAYS})
+    each(at[1:], lambda host: shell.run(host, "tar xzf - -C run", secs=secs, data=data))
+    return True
+
+
+def _last(names: Iterable[str]) -> int:
+    return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
+def pull(
+    shell: Shell, host: Host, workdir: pathlib.Path, without: Sequence[str], *, secs: float
+) -> None:
+    """Brings the run of a host home, without some names.
+
+    Raises:
+      PodError: it did not come within `secs`, or not whole.
+    """
+    flags = shlex.join([f"--exclude=./{name}" for name in without])
+    command = f"tar czf - {flags} -C run . || [ $? = 1 ]"  # 1: a file grew meanwhile.
+    process = subprocess.Popen(
+        shell.words(host, command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    timer = threading.Timer(secs, process.kill)
+    timer.start()
+    try:
+        with tarfile.open(fileobj=process.stdout, mode="r|gz") as tar:
+            tar.extractall(workdir, filter="data")
+        process.wait()
+    except (OSError, EOFError, tarfile.TarError) as error:
+        raise PodError(f"{host.name}: the workdir came not home: {error}") from None
+    finally:
+        timer.cancel()
+        process.kill()
+        process.wait()
+
+
+class _Process(subprocess.Popen):
+    """The ssh of a role. Its code is the role's: negative for a signal, or a connection that was lost."""
+
+    _code: int | None = None
+
+    @property
+    def returncode(self) -> int | None:
+        code = self._code
+        if code == LOST:
+            return -signal.SIGKILL
+        return 128 - code if code and 128 < code < 192 else code
+
+    @returncode.setter
+    def returncode(self, code: int | None) -> None:
+        self._code = code
+
+    def send_signal(self, sig: int) -> None:
+        """To the role."""
+        with contextlib.suppress(OSError, ValueError):
+            self.stdin.write(f"{signal.Signals(sig).name}\n".encode())
+            self.stdin.flush()
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def command_of(role: Role, shell: Shell, flags: Sequence[str]) -> str:
+    """The command of a role on its host."""
+    return shell.module("jaxrl_async.pods.host", role.name, *flags, environment=role.environment)
+
+
+def run(
+    plan: Plan,
+    shell: Shell,
+    flags: Sequence[str],
+    settings: Settings,
+    *,
+    workdir: pathlib.Path,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Runs all roles until the learner is done; result and errors as of `supervisor.run`. The workdir comes home."""
+    roles, started = {role.name: role for role in plan.roles}, set()
+    threads: list[threading.Thread] = []
+
+    def start(name: str, resume: bool, fallback: bool = False) -> supervisor.Role:
+        role, log = roles[name], workdir / "logs" / f"{name}.log"
+        words = shell.words(role.host, command_of(role, shell, flags))
+        if name in started:  # Its host may be gone for a while.
+            reached = (
+                f"until {shlex.join(shell.words(role.host, 'true'))} </dev/null >/dev/null 2>&1"
+            )
+            words = [
+                "sh",
+                "-c",
+                f"{reached}; do sleep {RETRY_SECS}; done; exec {shlex.join(words)}",
+            ]
+        started.add(name)
+        log.parent.mkdir(exist_ok=True)
+        process = _Process(
+            words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        follow = threading.Thread(
+            target=_follow, args=(process.stdout, log, f"{role.host.name} {name}: "), daemon=True
+        )
+        follow.start()
+        threads.append(follow)
+        return supervisor.Role(name, process, log)
+
+    with _coming_home(shell, plan.hosts[0], workdir):
+        try:
+            return supervisor.supervise(
+                list(roles), plan.num_learners, settings, workdir, plan.queue, start,
+                stop_requested=stop_requested,
+            )  # fmt: skip
+        finally:
+            for thread in threads:
+                thread.join(timeout=1.0)
+
+
+def _follow(stream, log: pathlib.Path, prefix: str) -> None:
+    """Copies a role's output to its log, and to stdout with the host's name."""
+    with open(log, "ab") as file:
+        for line in stream:
+            file.write(line)
+            file.flush()
+            text = security.escaped(line.decode(errors="replace").rstrip("\n"), keep="\t")
+            tqdm.tqdm.write(prefix + text)
+
+
+@contextlib.contextmanager
+def _coming_home(shell: Shell, host: Host, workdir: pathlib.Path) -> Iterator[None]:
+    """Brings metrics and samples now and then, and all of the run at the end, however it ends."""
+    over = threading.Event()
+
+    def often() -> None:
+        while not over.wait(COLLECT_SECS):
+            with contextlib.suppress(PodError):  # At the end it is said.
+                pull(shell, host, workdir, [*_STAYS, *_LAST], secs=COLLECT_SECS)
+
+    thread = threading.Thread(target=often, name="collect", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(2 * COLLECT_SECS)
+        pull(shell, host, workdir, _STAYS, secs=LONG_SECS)
+        settle(workdir / "journal.sqlite")
