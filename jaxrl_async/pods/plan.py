@@ -129,7 +129,7 @@ def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
     if (state := node.get("state", "READY")) != "READY":
         raise PlanError(f"the TPU {name} is {state}")
     version, _, number = node["acceleratorType"].partition("-")
-    kind = _KINDS.get(version, version)
+    kind = _KINDS.get(version) or version
     ends = node["networkEndpoints"]
     total = int(number) // (2 if kind in _CORES else 1)
     chips, rest = divmod(total, len(ends))

@@ -330,6 +330,7 @@ class _Process(subprocess.Popen):
 
     def send_signal(self, sig: int) -> None:
         """To the role."""
+        assert self.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self.stdin.write(f"{signal.Signals(sig).name}\n".encode())
             self.stdin.flush()

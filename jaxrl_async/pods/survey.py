@@ -26,12 +26,10 @@ def digest(root: str = ROOT) -> str:
 def survey() -> dict:
     """The time, the versions of Python and of libraries ("" where missing), the package's digest, and the chips."""
     versions = {"python": "{}.{}".format(*sys.version_info)}
-    try:
-        from importlib import metadata
-    except ImportError:
-        metadata = None
     for name in NAMES:
         try:
+            from importlib import metadata  # Not of Python 3.7.
+
             versions[name] = metadata.version(name)
         except Exception:
             versions[name] = ""

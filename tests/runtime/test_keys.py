@@ -145,3 +145,19 @@ def test_the_settings_of_a_run_name_files_and_hold_no_key(tmp_path):
     text = str(dataclasses.asdict(made))
     assert f"@{tmp_path}/keys/queue" in text
     assert not any(value in text for value in values_of(made))
+
+
+def test_the_keys_of_a_pod_are_three_files_of_their_owner(tmp_path):
+    keys.make(tmp_path / "run")
+    files = sorted((tmp_path / "run" / "keys").iterdir())
+    texts = [file.read_text() for file in files]
+    keys.make(tmp_path / "run")  # Those that are there stay.
+    assert [file.name for file in files] == ["admin", "api", "queue"]
+    assert [file.read_text() for file in files] == texts and len(set(texts)) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    assert files[0].parent.stat().st_mode & 0o777 == 0o700
+    named = keys.named(settings(**{"queue.token_env": "MINE"}), "run/keys")
+    assert named == [
+        "--config.server.api_key_env=@run/keys/api",
+        "--config.server.admin_api_key_env=@run/keys/admin",
+    ]
