@@ -26,7 +26,7 @@ OVERTAKEN = "overtaken"
 REISSUE_REASONS = FAILURES | {OVERTAKEN}
 # No fault of the prompt's: it costs none of its attempts, and those that come together count as one failure.
 BLAMELESS = REFUSALS | {WORKER_LOST, SERVER_FAULT}
-RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
+RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid", "solved"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 
 SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")

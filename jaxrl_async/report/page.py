@@ -59,7 +59,14 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     left_out += _failed_answers(points)
     shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
-        "Reward": grid([*plots.reward(rows), *plots.components(rows), *plots.evaluations(points)])
+        "Reward": grid(
+            [
+                *plots.reward(rows),
+                *plots.scaling(rows),
+                *plots.components(rows),
+                *plots.evaluations(points),
+            ]
+        )
         + tables.scores(points),
         "Completions": tables.completions(workdir, config, said.append),
         "Staleness": grid(plots.staleness(rows)),

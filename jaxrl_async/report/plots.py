@@ -82,6 +82,67 @@ def reward(rows: Rows) -> list[Figure]:
     return [figure("Reward, mean of the step", draw)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Sigmoid:
+    """A saturating curve of the reward over steps C.
+
+        R(C) = R_0 + (A − R_0) / (1 + (C_mid / C)^B)
+
+    "The Art of Scaling RL Compute for LLMs" (ScaleRL), arXiv 2510.13786, there over GPU hours.
+    """
+
+    start: float  # R_0
+    asymptote: float  # A
+    middle: float  # C_mid, steps
+    slope: float  # B
+
+    def __call__(self, steps: np.ndarray) -> np.ndarray:
+        return self.start + (self.asymptote - self.start) * _rise(steps, self.middle, self.slope)
+
+    @classmethod
+    def fit(cls, steps: np.ndarray, values: np.ndarray) -> "Sigmoid":
+        """Least squares: R_0 and A in closed form, C_mid and B on a grid, C_mid up to twice the last step."""
+        best, error = None, np.inf
+        for middle in np.geomspace(max(steps[0], 1), 2 * steps[-1], 60):
+            for slope in np.geomspace(0.5, 8, 40):
+                basis = np.stack([np.ones(len(steps)), _rise(steps, middle, slope)], axis=1)
+                found, *_ = np.linalg.lstsq(basis, values, rcond=None)
+                if (off := np.square(basis @ found - values).sum()) < error:
+                    error, best = off, cls(found[0], found.sum(), middle, slope)
+        assert best is not None
+        return best
+
+
+def _rise(steps: np.ndarray, middle: float, slope: float) -> np.ndarray:
+    return 1 / (1 + (middle / steps) ** slope)
+
+
+def scaling(rows: Rows) -> list[Figure]:
+    """The reward's sigmoid, fitted on the first half of a run, beside the second; without its noisy first twentieth."""
+    steps, values = column(rows, "step"), column(rows, "reward/mean")
+    known = np.isfinite(values)
+    steps, values = steps[known], values[known]
+    half = len(steps) // 2
+    if len(steps) <= SMOOTH_STEPS:
+        return []
+    fitted = Sigmoid.fit(steps[half // 10 : half], values[half // 10 : half])
+    off = np.abs(fitted(steps[half:]) - values[half:]).mean()
+
+    def draw(axes) -> None:
+        axes.plot(steps, values, color=PALETTE[0], alpha=PALE, label="each step")
+        axes.plot(
+            steps[:half],
+            fitted(steps[:half]),
+            color=PALETTE[1],
+            label="fit of the first half",
+            lw=2,
+        )
+        label = f"its prediction: off by {off:.2g} on average"
+        axes.plot(steps[half:], fitted(steps[half:]), "--", color=PALETTE[2], label=label, lw=2)
+
+    return [figure(f"Reward predicted: asymptote {fitted.asymptote:.3g}", draw)]
+
+
 def components(rows: Rows) -> list[Figure]:
     """Each component of the reward; those of much other size than 1, as turns or lengths, have a plot of their own."""
     names = sorted({name for row in rows for name in row if name.startswith("component/")})

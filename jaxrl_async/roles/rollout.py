@@ -116,6 +116,7 @@ async def work(
             group_size=rollout.group_size,
             max_running_groups=rollout.max_running_groups,
             drop_equal_rewards=rollout.drop_equal_rewards,
+            max_pass_rate=rollout.max_pass_rate,
             overlong=overlong,
             frictions=parts.frictions_of(settings, tokenizer),
             run_seed=settings.seed,

@@ -59,6 +59,9 @@ class Worker:
     overlong: Callable[[int], float]  # number of sampled tokens → price, added to the reward
     frictions: Frictions | None  # errors to record on purpose; None for none
     run_seed: int  # with prompt_index, attempt and sample it seeds a sample's random generators
+    # A prompt whose group had this mean reward or more is not sampled again ("No-Positive-Resampling" of ScaleRL, arXiv
+    # 2510.13786). This worker's memory alone: others do not know, and a restart forgets.
+    max_pass_rate: float | None = None
     clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # the sampler's, read here
 
     def __post_init__(self):
@@ -68,6 +71,8 @@ class Worker:
         self._secs: dict[str, float] = collections.defaultdict(float)  # of stages that have ended
         self._start = self._idle_since = time.monotonic()
         self._first_failures = FirstFailures()
+        self._solved: set[bytes] = set()  # tokens of prompts beyond max_pass_rate
+        self._left_out = 0  # prompts since one was sampled
         self._finished = asyncio.Event()  # a permit has ended since `_work` waited
         self.statistics = Statistics()
 
@@ -177,7 +182,10 @@ class Worker:
     async def _run_permit(self, permit: Permit) -> None:
         """Submits the permit's group, or returns the permit."""
         try:
+            self._leave_out_solved(permit)
             group = await self._make_group(permit)
+            if self.max_pass_rate is not None and np.mean(group.rewards) >= self.max_pass_rate:
+                self._solved.add(self.prompts[permit.prompt_index].tokens.tobytes())
             if self.drop_equal_rewards and group.has_equal_rewards:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self.queue.submit(group)
@@ -199,6 +207,15 @@ class Worker:
             self._idle_since = time.monotonic()
             self._finished.set()
 
+    def _leave_out_solved(self, permit: Permit) -> None:
+        """Raises for a solved prompt, but for one after MAX_LEFT_OUT in a row: a run whose prompts all are goes on."""
+        is_solved = self.prompts[permit.prompt_index].tokens.tobytes() in self._solved
+        self._left_out = self._left_out + 1 if is_solved and self._left_out < MAX_LEFT_OUT else 0
+        if self._left_out:
+            raise RolloutError(
+                "solved", f"its last group had a mean reward of {self.max_pass_rate:g} or more"
+            )
+
     async def _end_with_first_failures(self, permit: Permit, cause: CodeError | None) -> None:
         """Ends the run where the user's code has failed in the same way from its start."""
         prompt = self.prompts[permit.prompt_index]
@@ -208,7 +225,7 @@ class Worker:
             raise UserCodeError(message)
 
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
-        normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
+        normal = reason in ("equal_rewards", "solved")  # With the settings of that name, many are.
         level = logging.DEBUG if normal else logging.WARNING
         log.log(level, "%s returned as %s: %s", permit, reason, security.escaped(detail))
         await self.queue.return_permit(
@@ -375,6 +392,7 @@ GENERATING, SCORING = "generating", "scoring"  # stages of a sample, and names o
 CLOCK_SECS = STOP_SECS / 4  # between readings of the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report
+MAX_LEFT_OUT = 100  # solved prompts in a row
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits
 # For the table of the version that the permits are for; then each sample waits by itself.
 TABLE_WAIT_SECS = 0.1

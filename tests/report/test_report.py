@@ -38,6 +38,21 @@ EMPTY = """
 SIZE = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 
 
+def test_a_sigmoid_is_found_from_the_half_of_it():
+    steps = np.arange(1.0, 201)
+    made = plots.Sigmoid(start=0.1, asymptote=0.8, middle=60.0, slope=2.0)
+    noisy = made(steps) + 0.01 * np.random.default_rng(0).normal(size=200)
+    found = plots.Sigmoid.fit(steps[:100], noisy[:100])
+    assert np.abs(found(steps[100:]) - made(steps[100:])).max() < 0.03
+    assert made(np.array([60.0]))[0] == pytest.approx(0.45)  # half of the way
+    (drawn,) = plots.scaling(
+        [{"step": s, "reward/mean": v} for s, v in zip(steps, noisy, strict=True)]
+    )
+    assert "asymptote 0.8" in drawn.title or "asymptote 0.7" in drawn.title
+    assert re.search(r"off by 0\.0\d", drawn.legend[-1][0])
+    assert plots.scaling([{"step": s, "reward/mean": 0.1} for s in steps[:50]]) == []
+
+
 def write_run(workdir, rows, **config):
     config = {"task": {"name": "a<b"}, "mode": "async"} | config
     (workdir / "config.json").write_text(json.dumps(config))

@@ -22,6 +22,7 @@ from jaxrl_async.queue.wire import check_group
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout import sampler as sampler_module
+from jaxrl_async.rollout import worker as workers
 from jaxrl_async.rollout.context import RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.failures import UserCodeError
 from jaxrl_async.rollout.frictions import Frictions
@@ -1376,6 +1377,45 @@ async def test_groups_of_equal_rewards_are_dropped_for_the_next_index(make_worke
     assert sorted(queue.returned) == [(Permit(i, 0), "equal_rewards", detail) for i in (0, 2)]
     assert worker.statistics.returned == {"equal_rewards": 2}
     assert "equal_rewards" not in caplog.text  # It is normal, and happens often.
+
+
+class OwnPrompts(Prompts):
+    """Three prompts, in epochs."""
+
+    def __getitem__(self, index):
+        return dataclasses.replace(
+            super().__getitem__(index), tokens=np.append(PROMPT.tokens[:-1], np.int32(index % 3))
+        )
+
+
+async def test_a_solved_prompt_is_left_out_in_later_epochs(make_worker, queue, monkeypatch):
+    class Rewards(FakeRewards):
+        async def judge(self, text, answer, seen):
+            index = int(answer.removeprefix("gold "))
+            self.texts.append((text, answer))
+            last = sum(a == answer for _, a in self.texts) == 4
+            return Judgement(0.0 if index % 3 == 0 or (index % 3 == 1 and last) else 1.0)
+
+    def worker_of(limit):
+        monkeypatch.setattr(queue, "limit", limit)
+        return make_worker(
+            rewards=Rewards(), prompts=OwnPrompts(), max_pass_rate=0.75, max_running_groups=1
+        )
+
+    # Means 0, .75 and 1 of the three.
+    await work_until(worker_of(9), lambda: len(queue.submitted) + len(queue.returned) == 9)
+    assert [group.prompt_index for group in queue.submitted] == [0, 1, 2, 3, 6]
+    assert [(p.prompt_index, reason) for p, reason, _ in queue.returned] == [
+        (index, "solved") for index in (4, 5, 7, 8)
+    ]
+
+
+async def test_a_run_whose_prompts_are_all_solved_goes_on(make_worker, queue, monkeypatch):
+    monkeypatch.setattr(workers, "MAX_LEFT_OUT", 3)
+    queue.limit = 11
+    worker = make_worker(prompts=OwnPrompts(), max_pass_rate=0.0, max_running_groups=1)
+    await work_until(worker, lambda: len(queue.submitted) + len(queue.returned) == 11)
+    assert [group.prompt_index for group in queue.submitted] == [0, 1, 2, 6, 10]
 
 
 async def test_the_rewards_that_must_differ_are_the_recorded_ones(make_worker, queue):
