@@ -32,6 +32,7 @@ METRICS: dict[str, str] = {
     "policy/max_anchor_ratio": "largest π_θ/π_prox of the step",
     "policy/dropped_by_cap": "share of tokens whose behavior weight is 0",
     "policy/kl_penalty": "nats per token, the penalty's estimate before its coefficient",
+    "policy/kl_teacher": "nats per token, k1 estimate of KL(policy ‖ loss.teacher)",
     "policy/kl_coefficient": "coefficient of the penalty, where it changes (loss.kl_final_coefficient)",
     "policy/grad_norm": "global gradient norm before clipping, of the trained block, mean over minibatches",
     "experts/routes_differ": "share of tokens and layers whose own experts are others than those recorded",

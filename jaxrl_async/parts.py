@@ -593,6 +593,34 @@ def first_params_of(
     )
 
 
+def reference_of(
+    settings: Settings,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    first: Callable[[], Any],
+) -> Any:
+    """The policy that a loss compares with, on a mesh: the teacher, else version 0, `first()`; None if it needs none.
+
+    Raises:
+      StartError: the teacher's shape is not the policy's.
+      FileNotFoundError, ValueError: its files cannot be read.
+    """
+    from jaxrl_async.models import hf, sharding, transformer
+
+    if not settings.loss.teacher:
+        return first() if settings.loss.needs_reference else None
+    directory = hub.directory_of("loss.teacher", settings.loss.teacher, needed=hub.MODEL_FILES)
+    shape = hf.read_config(directory, dtype=config.dtype, remat=config.remat)
+    if differs := [n for n, value in vars(config).items() if getattr(shape, n) != value]:
+        name = differs[0]
+        raise StartError(
+            f"loss.teacher must have the policy's shape, got {name} = {getattr(shape, name)!r}, the policy's is "
+            f"{getattr(config, name)!r}"
+        )
+    shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
+    return hf.load(hf.read_tensors(directory), config, shardings)
+
+
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     """The directory that a local server starts from: model.path, or one that holds a config.json alone."""
     if settings.model.path:

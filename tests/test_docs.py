@@ -385,7 +385,13 @@ def test_everything_that_a_run_logs_is_in_the_reference(workdir):
         for n in METRICS
         if not n.endswith("/") and not n.startswith(("experts/", "rollout/kept_"))
     }
-    always -= {"weights/delay", "policy/kl_penalty", "policy/kl_coefficient", "learner/rate_scale"}
+    always -= {
+        "weights/delay",
+        "policy/kl_penalty",
+        "policy/kl_coefficient",
+        "learner/rate_scale",
+        "policy/kl_teacher",
+    }
     assert always - names <= {
         "policy/max_anchor_ratio",
         "rollout/device_wait_secs",

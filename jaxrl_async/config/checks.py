@@ -129,7 +129,7 @@ def check_new(s: Settings) -> None:
       SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
     """
     found = []
-    if s.rollout.group_size < 2 and s.loss.advantage not in NEEDS_PEERS:
+    if s.rollout.group_size < 2 and s.loss.advantage not in (*NEEDS_PEERS, "none"):
         found.append(
             _needs_peers(s) + ": the baseline is the group's mean, so that each advantage is 0"
         )
@@ -408,6 +408,8 @@ def _of_loss(s: Settings) -> Iterator[str]:
         yield f"loss.{error}"
     if loss.advantage in NEEDS_PEERS and rollout.group_size < 2:
         yield _needs_peers(s)
+    if loss.teacher and s.model.lora.rank:
+        yield f"loss.teacher needs model.lora.rank = 0, got {s.model.lora.rank}: a teacher has weights of its own"
     if loss.advantage == "batch" and s.mode == "periodic":
         yield (
             "loss.advantage 'batch' needs the rewards of all groups of a step, and mode 'periodic' trains the first "

@@ -10,9 +10,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl_async.config import forms
 from jaxrl_async.config.fields import refusal, setting
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns", "batch")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns", "batch", "none")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
 RATIOS = ("token", "sequence")
 SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg", "sapo", "topr")
@@ -93,6 +94,11 @@ class LossConfig:
     advantage: str = setting("grpo", "Advantage estimator.", choices=ADVANTAGES)
     baseline_shift: float = setting(0.0, "Number δV that is added to the baseline of the advantage (AsymRE): below 0, "
         "good answers count more than bad ones.", unit="reward", since="0.2.0")
+    teacher: str = setting("", "Model that the policy is distilled from: a Hugging Face directory or a Hub id "
+        "`ORGANIZATION/NAME` of the policy's shape and tokenizer, which is the reference of the run, too; empty for "
+        "none.", form=forms.local_path, since="0.2.0")
+    teacher_coefficient: float = setting(1.0, "Coefficient of log π_teacher − log π_θ of each token, which "
+        "loss.teacher adds to the advantage.", at_least=0, since="0.2.0")
     anchor: str = setting("a3po", "Policy π_p that the clip is around.", choices=ANCHORS)
     a3po_fresh: str = setting("behavior", "Anchor of tokens with staleness 0 under anchor `a3po`.",
         choices=("behavior", "current"))
@@ -164,7 +170,7 @@ class LossConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference policy are needed."""
-        return self.kl != "none" and self.kl_to == "reference"
+        return bool(self.teacher) or (self.kl != "none" and self.kl_to == "reference")
 
     @property
     def needs_recompute(self) -> bool:
@@ -180,6 +186,8 @@ class LossConfig:
 
     def _contradictions(self) -> Iterator[str]:
         weight, surrogate, anchor = self.behavior_weight, self.surrogate, self.anchor
+        if self.advantage == "none" and not (self.teacher and self.teacher_coefficient):
+            yield "advantage 'none' leaves nothing to learn from but a teacher: it needs loss.teacher, got ''"
         if self.kl == "none" and self.kl_weighted:
             yield "kl_weighted must be False with kl 'none', got True"
         if self.baseline_shift and self.advantage in ("grpo", "batch"):

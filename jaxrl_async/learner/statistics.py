@@ -56,6 +56,8 @@ class Statistics:
         sums += [*_MEANS.values(), "advantage_sign"]
         if self._penalty:
             sums.append("penalty")
+        if config.teacher:
+            sums.append("to_teacher")
         if self._approximations:
             sums.append("abs_proximal")
         sums += [f"{name}/{error}" for name in self._approximations for error in _ERRORS]
@@ -99,6 +101,7 @@ class Statistics:
             "staleness": t.staleness,
             "advantage_sign": jnp.sign(t.advantages),
             "penalty": parts.kl,
+            "to_teacher": 0 if t.reference_logprobs is None else t.logprobs - t.reference_logprobs,
             "abs_proximal": None if t.proximal_logprobs is None else jnp.abs(t.proximal_logprobs),
         } | self._errors(t)
         if self._by_sequence:  # Each token has its part of the sequence's.
@@ -163,6 +166,8 @@ class Statistics:
         }
         if self._penalty:
             metrics["policy/kl_penalty"] = total["penalty"] / total["tokens"]
+        if self._config.teacher:
+            metrics["policy/kl_teacher"] = total["to_teacher"] / total["tokens"]
         if self._has_experts:
             metrics |= {name: total[key] / total["tokens"] for name, key in _EXPERTS.items()}
         rows = [dict(zip(self._sums, row, strict=True)) for row in sums]

@@ -103,9 +103,21 @@ def turns(rewards: np.ndarray) -> np.ndarray:
     return np.where(has, shifted - shifted.sum(axis=1, keepdims=True) / num, np.float32(0))
 
 
+def none(rewards: Array) -> np.ndarray:
+    """0 for every sample: of a loss that learns from a teacher alone. Argument and result as of `dr_grpo`."""
+    return np.zeros(np.shape(rewards), np.float32)
+
+
 # All but "batch" need the rewards of one group only, so groups can be trained in any order, a few at a time (mode
 # periodic, which refuses "batch").
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "turns": turns, "batch": batch}
+ADVANTAGES = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "turns": turns,
+    "batch": batch,
+    "none": none,
+}
 
 
 def _centred(rewards, *, min_group_size):

@@ -36,6 +36,8 @@ def objective(
     Masked entries of a microbatch's tokens may hold anything.
     """
     t = tokens.kept()
+    if config.teacher:
+        t = dataclasses.replace(t, advantages=t.advantages + distilled(t, config))
     anchor = anchors.ANCHORS[config.anchor](t, config)
     ratio = ratios.RATIOS[config.ratio](t.logprobs, anchor, t.mask, t.segment_ids)
     weight = weights.WEIGHTS[config.behavior_weight](t, anchor - t.behavior_logprobs, config)
@@ -63,6 +65,21 @@ def objective(
         clipped=jnp.zeros_like(t.mask) if clips is None else clips(t, ratio, config) & t.mask,
         kl=penalty,
     )
+
+
+def distilled(t: Tokens, config: LossConfig) -> jax.Array:
+    """What a teacher adds to the advantage of each token, float32 [B, T], detached, 0 where the mask is False.
+
+        coefficient · (log π_teacher − log π_θ)
+
+    On the policy's own samples its expectation is −KL(policy ‖ teacher), and the policy gradient with it is that KL's:
+    "On-Policy Distillation", Lu et al., 2025; no baseline.
+
+    Args:
+      t: `Tokens.kept`, whose reference_logprobs are the teacher's.
+    """
+    gap = given(t.reference_logprobs) - jax.lax.stop_gradient(t.logprobs)
+    return config.teacher_coefficient * gap
 
 
 def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:

@@ -216,9 +216,11 @@ class _Process:
         base = parts.base_params(settings, workdir, config, mesh)
         train_step.freeze(base)
         links.freeze(base)
-        reference = None
-        if settings.loss.needs_reference:  # Of version 0, for a KL penalty.
-            reference = self.checkpoints.restore(0, train_step.abstract_state())[0].params
+
+        def first() -> Any:
+            return self.checkpoints.restore(0, train_step.abstract_state())[0].params
+
+        reference = parts.reference_of(settings, config, mesh, first)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(start.state))
         if self.process == 0:
             _log_plan(*preemption.plan(num_bytes, None, settings.checkpoint.grace_secs))

@@ -113,7 +113,9 @@ def replay(
         train_step.freeze(parts.base_params(settings, workdir, config, mesh))
         abstract = train_step.abstract_state()
         state, position = theirs.restore(first, abstract)
-        reference = theirs.restore(0, abstract)[0].params if settings.loss.needs_reference else None
+        reference = parts.reference_of(
+            settings, config, mesh, lambda: theirs.restore(0, abstract)[0].params
+        )
         metrics = stack.enter_context(contextlib.closing(MetricsWriter(out)))
 
         def save(step: int, state: TrainState, _: Any) -> None:

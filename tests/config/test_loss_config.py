@@ -76,7 +76,7 @@ def test_the_default_is_a3po():
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"advantage": name} for name in loss_config.ADVANTAGES),
+        *({"advantage": name, "teacher": "a"} for name in loss_config.ADVANTAGES),
         *({"anchor": name} for name in loss_config.ANCHORS),
         *({"ratio": name} for name in loss_config.RATIOS),
         *({"kl": name, "kl_coefficient": 0.1} for name in loss_config.KLS[1:]),
@@ -119,7 +119,7 @@ def test_parts_that_go_together_are_taken(settings):
 @pytest.mark.parametrize(
     ("field", "known"),
     [
-        ("advantage", "grpo, dr_grpo, rloo, turns, batch"),
+        ("advantage", "grpo, dr_grpo, rloo, turns, batch, none"),
         ("anchor", "recompute, current, a3po, linear, behavior"),
         ("a3po_fresh", "behavior, current"),
         ("ratio", "token, sequence"),
@@ -204,6 +204,7 @@ def test_the_kl_coefficient_is_constant_or_goes_linearly_to_that_of_the_last_ste
 NUMBERS = {
     "baseline_shift": {"advantage": "dr_grpo"},
     "off_policy_delta": {},
+    "teacher_coefficient": {"teacher": "a"},
     "clip_low": {},
     "clip_high": {},
     "dual_clip": {},
@@ -245,6 +246,7 @@ def test_every_number_of_a_config_is_tried():
         (DG | KL | {"kl_weighted": True}, r"'dg' .*kl_weighted"),
         (DG | {"off_policy_delta": 0.1}, r"'dg' .*off_policy_delta"),
         (DG | {"advantage": "grpo"}, r"'dg' .*advantage .*'dr_grpo' or 'rloo'.*'grpo'"),
+        ({"advantage": "none"}, r"advantage 'none' .*needs loss.teacher, got ''"),
         ({"kl_weighted": True}, r"kl_weighted must be False with kl 'none'"),
         ({"baseline_shift": -0.1}, r"baseline_shift .*units of reward.*'grpo'$"),
         (GEOMETRIC | {"anchor": "behavior"}, r"'geometric_mask' .*anchor .*'recompute' or"),
@@ -288,6 +290,7 @@ def test_a_loss_says_which_log_probs_it_needs():
     assert LossConfig(**KL).needs_reference
     assert not LossConfig(**KL, kl_to="behavior").needs_reference
     assert not LossConfig(kl_to="reference").needs_reference
+    assert LossConfig(teacher="a").needs_reference
 
 
 @pytest.mark.parametrize("name", [p for p in loss_config.PRESETS if p not in ("", "dr_grpo")])

@@ -203,12 +203,8 @@ def test_a_weighted_penalty_is_the_kl_and_has_its_gradient_in_expectation(name):
     config = dataclasses.replace(REINFORCE, kl=name, kl_weighted=True, kl_coefficient=1.0)
 
     def estimated(z):
-        tokens = row(
-            jax.nn.log_softmax(z)[None],
-            behavior_logprobs=behavior[None],
-            reference_logprobs=other[None],
-            advantages=0.0,
-        )
+        tokens = row(np.zeros(5), behavior_logprobs=behavior[None], reference_logprobs=other[None])
+        tokens = dataclasses.replace(tokens, logprobs=jax.nn.log_softmax(z)[None])
         return jnp.sum(jnp.exp(behavior) * objective(tokens, config).loss[0])
 
     def exact(z):
@@ -219,6 +215,38 @@ def test_a_weighted_penalty_is_the_kl_and_has_its_gradient_in_expectation(name):
     np.testing.assert_allclose(jax.grad(estimated)(z), jax.grad(exact)(z), atol=1e-6)
     config = dataclasses.replace(config, kl_weighted=False)  # Without the ratio it is not.
     assert np.abs(jax.grad(estimated)(z) - jax.grad(exact)(z)).max() > 0.01
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.7])
+def test_distillation_has_the_gradient_of_the_reverse_kl_beside_that_of_rewards(reward):
+    # Exact: all tokens of a vocabulary of 5, each π_θ(a) times; the first has a reward.
+    rng = np.random.default_rng(4)
+    z, teacher = (jnp.asarray(rng.normal(size=5)) for _ in range(2))
+    log_t = jax.nn.log_softmax(teacher)
+    config = dataclasses.replace(
+        REINFORCE, advantage="dr_grpo", teacher="a", teacher_coefficient=0.5
+    )
+
+    def estimated(z):
+        log_p = jax.nn.log_softmax(z)
+        rewards = [[reward, 0, 0, 0, 0]]
+        tokens = row(np.zeros(5), reference_logprobs=log_t[None], advantages=rewards)
+        tokens = dataclasses.replace(tokens, logprobs=log_p[None])
+        draws = jax.lax.stop_gradient(jnp.exp(log_p))
+        return jnp.sum(draws * objective(tokens, config).loss[0])
+
+    def exact(z):
+        log_p = jax.nn.log_softmax(z)
+        return 0.5 * jnp.sum(jnp.exp(log_p) * (log_p - log_t)) - reward * jnp.exp(log_p[0])
+
+    np.testing.assert_allclose(jax.grad(estimated)(z), jax.grad(exact)(z), atol=1e-6)
+
+
+def test_a_teacher_that_is_the_policy_adds_nothing():
+    x = random_tokens(7)
+    tokens = tokens_of(x | {"reference_logprobs": x["logprobs"]})
+    taught = dataclasses.replace(A3PO, teacher="a")
+    np.testing.assert_array_equal(gradient(tokens, taught), gradient(tokens, A3PO))
 
 
 def test_gspo_is_its_papers_objective():

@@ -44,7 +44,9 @@ def test_a_sigmoid_is_found_from_the_half_of_it():
     noisy = made(steps) + 0.01 * np.random.default_rng(0).normal(size=200)
     found = plots.Sigmoid.fit(steps[:100], noisy[:100])
     assert np.abs(found(steps[100:]) - made(steps[100:])).max() < 0.03
-    assert made(np.array([60.0]))[0] == pytest.approx(0.45)  # half of the way
+    assert made(np.array([30.0, 60.0])) == pytest.approx(
+        [0.24, 0.45]
+    )  # .1 + .7/(1 + 2²), half of the way
     (drawn,) = plots.scaling(
         [{"step": s, "reward/mean": v} for s, v in zip(steps, noisy, strict=True)]
     )
