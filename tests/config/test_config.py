@@ -278,6 +278,10 @@ def test_a_value_of_another_type_is_refused():
             r"drop_equal_rewards .*rollout.group_size ≥ 2",
         ),
         (
+            ["--config.loss.teacher=a", "--config.model.lora.rank=2"],
+            r"loss.teacher needs model.lora.rank = 0, got 2",
+        ),
+        (
             ["--config.loss.advantage=batch", "--config.mode=periodic"],
             r"'batch' needs the rewards of all groups .*'periodic'",
         ),
