@@ -1,6 +1,6 @@
 """Groups per second through the trajectory queue, beside a bare gRPC server and a bare SQLite loop of the same bytes.
 
-    python benchmarks/trajectory_queue.py [--rounds=7] [--dir=DIRECTORY] [--smoke]
+    python benchmarks/trajectory_queue.py [--rounds=7] [--dir=DIRECTORY] [--routes] [--smoke]
 
 A group is 8 trajectories of 512, 2,048 or 16,384 tokens, at 13 bytes per token on the wire. Each server is a process of
 its own. 1, 16 or 256 workers, tasks of this process over four connections, submit one group after another to:
@@ -16,6 +16,9 @@ of 8.
 A round measures every kind; each round reverses the order of the one before. A rate is the median over rounds with the
 quartiles, a ratio is of rates of the same round, latencies are of all calls of all rounds. The first round is not
 counted. The bars are off / echo ≥ 0.60 and on / insert ≥ 0.70. `load` is the machine's, before and after.
+
+With --routes fewer groups, of 16 workers, are measured without and then with a record of the experts of each token: 8
+of 128 in 48 layers. The result is queue_routes.json.
 
 Results are printed and written to benchmarks/results/queue.json, or to --out. The journals are in a temporary directory
 in --dir, which must be on a disk, and are removed.
@@ -46,12 +49,14 @@ from jaxrl_async.queue.calls import BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.journal import Journal, file_system_of
 from jaxrl_async.records import Permit
-from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+from jaxrl_async.types import NO_RECORD, NOT_SAMPLED, Choices, Group, Record, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent
 GROUP_SIZE, VOCAB_SIZE, CHUNK_GROUPS, NUM_CHANNELS = 8, 150_000, 8, 4
 NUM_GROUPS = {512: 1024, 2048: 512, 16_384: 256}  # per measurement, by tokens per trajectory
 NUM_WORKERS = (1, 16, 256)
+ROUTES = Record(num_layers=48, experts_per_token=8, num_experts=128)
+NUM_WITH_ROUTES = {512: 256, 2048: 64}  # groups
 SMOKE_GROUPS, SMOKE_WORKERS = {16: 24}, (1, 4)
 KINDS = ("off", "on", "echo", "sink", "insert")
 BARS = {"off/echo": 0.60, "on/insert": 0.70}
@@ -66,9 +71,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", type=pathlib.Path, help="for the temporary journals")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--routes", action="store_true", help="measure their cost")
     parser.add_argument("--smoke", action="store_true", help="few and small groups, two rounds")
     args = parser.parse_args(argv)
     sizes, workers, rounds = NUM_GROUPS, NUM_WORKERS, args.rounds
+    if args.routes:
+        sizes, workers = NUM_WITH_ROUTES, (16,)
     if args.smoke:
         sizes, workers, rounds = SMOKE_GROUPS, SMOKE_WORKERS, 2
     result = {
@@ -83,23 +91,31 @@ def main(argv: list[str] | None = None) -> None:
         if result["file_system"] in ("tmpfs", "ramfs"):
             raise SystemExit(f"{directory} is in memory: name a directory on a disk with --dir")
         for num_tokens, num_groups in sizes.items():
-            found = measure(pathlib.Path(directory), num_tokens, num_groups, workers, rounds)
-            result["tokens"][str(num_tokens)] = found
-            print(json.dumps({num_tokens: found}, indent=2), flush=True)
-    record.write(args.out / "queue.json", result, seeds=[0])
+            for choices in (NO_RECORD, ROUTES) if args.routes else (NO_RECORD,):
+                of = (pathlib.Path(directory), num_tokens, num_groups, workers, rounds, choices)
+                name = f"{num_tokens}{', routes' if choices.num_layers else ''}"
+                result["tokens"][name] = found = measure(*of)
+                print(json.dumps({name: found}, indent=2), flush=True)
+    name = "queue_routes" if args.routes else "queue"
+    record.write(args.out / f"{name}.json", result, seeds=[0])
 
 
 def measure(
-    directory: pathlib.Path, num_tokens: int, num_groups: int, workers: Sequence[int], rounds: int
+    directory: pathlib.Path,
+    num_tokens: int,
+    num_groups: int,
+    workers: Sequence[int],
+    rounds: int,
+    choices: Record,
 ) -> dict:
     """Measures groups of one size: rates, latencies and ratios."""
-    body = make_body(num_tokens)
+    body = make_body(num_tokens, choices)
     calls = {n: {kind: [] for kind in KINDS} for n in workers}  # seconds of each call, by round
     secs = {n: {kind: [] for kind in KINDS} for n in workers}
     leases: dict[str, list[list[float]]] = {"off": [], "on": []}
     order = list(KINDS)
     for turn in range(rounds + 1):
-        with servers(directory, num_groups) as addresses:
+        with servers(directory, num_groups, choices) as addresses:
             for step, num in enumerate(workers, 1):
                 for kind in order:
                     taken = run(kind, addresses.get(kind), directory, body, num_groups, num, step)
@@ -108,10 +124,13 @@ def measure(
                         calls[num][kind].append(taken["calls"])
                     if turn and kind in leases:
                         leases[kind].append(taken["leases"])
+        in_journal = addresses["bytes"]
         order.reverse()
     num_bytes = len(message(0, body))
     return {
         "group_bytes": num_bytes,
+        "token_bytes": num_bytes / (GROUP_SIZE * num_tokens),
+        "journal_token_bytes": in_journal / (len(workers) * num_groups * GROUP_SIZE * num_tokens),
         "groups": num_groups,
         "push": {
             str(num): {
@@ -230,7 +249,16 @@ def admit(address: str, num_groups: int) -> None:
 # Messages.
 
 
-def make_body(num_tokens: int) -> bytes:
+def journal_bytes(path: pathlib.Path) -> int:
+    """Of its pages, wherever they lie."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        ((pages, size),) = connection.execute(
+            "SELECT * FROM pragma_page_count, pragma_page_size"
+        ).fetchall()
+        return pages * size
+
+
+def make_body(num_tokens: int, choices: Record) -> bytes:
     """The message of a random group without its permit; a quarter of each trajectory is the prompt."""
     rng = np.random.default_rng(0)
     num_prompt = num_tokens // 4
@@ -239,6 +267,8 @@ def make_body(num_tokens: int) -> bytes:
     rows = []
     for _ in range(GROUP_SIZE):
         completion = rng.integers(0, VOCAB_SIZE, num_tokens - num_prompt)
+        sizes = (num_tokens, choices.num_layers, choices.experts_per_token)
+        routes = rng.integers(0, choices.num_experts or 1, sizes, choices.route_dtype)
         rows.append(
             Trajectory(
                 tokens=np.append(prompt, completion).astype(np.int32),
@@ -247,6 +277,7 @@ def make_body(num_tokens: int) -> bytes:
                 mask=mask,
                 prompt_length=num_prompt,
                 reward=0.0,
+                choices=Choices(routes if routes.size else None),
             )
         )
     encoded = wire.encode_group(Group(0, 0, tuple(rows)))
@@ -264,17 +295,18 @@ def message(index: int, body: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]]:
-    """Starts fresh servers; yields their addresses by kind."""
+def servers(directory: pathlib.Path, num_groups: int, choices: Record) -> Iterator[dict[str, Any]]:
+    """Starts fresh servers; yields their addresses by kind, and later the "bytes" of the journal."""
     path = directory / "journal"
     path.mkdir()
     targets = {
-        "off": (serve_queue, (num_groups, None)),
-        "on": (serve_queue, (num_groups, path / "journal.sqlite")),
+        "off": (serve_queue, (num_groups, choices, None)),
+        "on": (serve_queue, (num_groups, choices, path / "journal.sqlite")),
         "echo": (serve_bare, (True,)),
         "sink": (serve_bare, (False,)),
     }
-    context, processes, addresses = multiprocessing.get_context("spawn"), [], {}
+    context, processes = multiprocessing.get_context("spawn"), []
+    addresses: dict[str, Any] = {}
     try:
         for kind, (target, args) in targets.items():
             here, there = context.Pipe()
@@ -289,10 +321,11 @@ def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]
         for process in processes:
             process.terminate()
             process.join()
+        addresses["bytes"] = journal_bytes(path / "journal.sqlite")
         shutil.rmtree(path)
 
 
-def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
+def serve_queue(bound: Any, num_groups: int, choices: Record, path: pathlib.Path | None) -> None:
     """Serves the queue, with `num_groups` groups per step."""
     admission = Admission(
         batch_groups=num_groups,
@@ -309,6 +342,7 @@ def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
         group_size=GROUP_SIZE,
         vocab_size=VOCAB_SIZE,
         max_tokens=1 << 20,
+        record=choices,
         journal=None if path is None else Journal(path, batch_groups=num_groups),
     )
     asyncio.run(

@@ -58,6 +58,7 @@ MEASURES = {
     "peers_17m": "learner rollout inference models queue",
     "planner": "queue extras/planner",
     "queue": "queue",
+    "queue_routes": "queue",
     "relay": "intake versions",
     "rewards": "rewards",
     "sandbox": "extras/programs",
@@ -74,7 +75,12 @@ MEASURES = {
     "wire": "rollout servers inference",
 }
 SCRIPTS = {"accelerator/h100": "accelerator", "chaos_one": "chaos", "nonsense_before": "nonsense"}
-SCRIPTS |= {"peers_17m": "peers", "queue": "trajectory_queue", "staleness_rates": "staleness"}
+SCRIPTS |= {
+    "peers_17m": "peers",
+    "queue": "trajectory_queue",
+    "queue_routes": "trajectory_queue",
+    "staleness_rates": "staleness",
+}
 SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith(("conform_", "weights_"))}
 BEGIN, END = "<!-- ages: python -m benchmarks.verify --write -->", "<!-- /ages -->"
 
