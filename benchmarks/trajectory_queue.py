@@ -258,7 +258,7 @@ def journal_bytes(path: pathlib.Path) -> int:
         return pages * size
 
 
-def make_body(num_tokens: int, choices: Record) -> bytes:
+def make_body(num_tokens: int, choices: Record = NO_RECORD) -> bytes:
     """The message of a random group without its permit; a quarter of each trajectory is the prompt."""
     rng = np.random.default_rng(0)
     num_prompt = num_tokens // 4

@@ -402,6 +402,7 @@ class _Routes:
                 "num_hidden_layers": engine.config.num_layers,
                 "hidden_size": engine.config.model_dim,
                 "intermediate_size": engine.config.mlp_dim,
+                "num_experts_per_tok": engine.config.experts_per_token or None,
                 "lora": dataclasses.asdict(lora) if (lora := engine.config.lora) else None,
                 "max_total_tokens": engine.max_total_tokens,
                 "max_kept": engine.max_kept,

@@ -175,6 +175,16 @@ WORDS = [
         ],
         ("model.path", "learner.blocks", "[1, 2]", "3"),
     ),
+    *(
+        (
+            ["train", f"--config={QUICKSTART}", "--config.model.path={tmp}/whole", flag],
+            ("model.path", "experts", *words),
+        )
+        for flag, *words in (
+            ("--config.learner.expert=2", "learner.expert = 2 does not divide"),
+            ("--config.learner.replay_routes=on", "learner.replay_routes = 'on' needs a model"),
+        )
+    ),
     (
         [
             "train",

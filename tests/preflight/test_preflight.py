@@ -250,3 +250,6 @@ async def test_a_server_without_routes_is_refused_where_replay_is_on_and_named_w
         assert ("returns no routes" in caplog.text) == warns
     server.settings = {"enable_return_routed_experts": True}
     await check(server, needs)
+    server.config |= {"num_experts_per_tok": 4}
+    needs = dataclasses.replace(needs, config=MODEL | {"num_experts_per_tok": 2})
+    await refused(server, "num_experts_per_tok 4, the run's has 2", expected=needs)

@@ -3,6 +3,7 @@
 No test asserts a time. The benchmarks print the figures, which stand in docs/results.md.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from fixtures import real_servers
 
 from jaxrl_async.cli.config import load_config
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.queue.journal import JournalReader
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = pathlib.Path(os.environ.get("JAXRL_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
@@ -112,6 +114,9 @@ def test_a_real_sglang_trains_a_mixture_of_experts_with_pushes_in_flight(replay,
     assert not any(row["experts/routes_differ"] for row in rows if not row["staleness/max"])
     for row in rows:
         assert row["experts/routes_known"] > 0.5
+    with contextlib.closing(JournalReader(tmp_path / "run/journal.sqlite")) as journal:
+        trained = [row for i in range(len(journal)) for row in journal[i].trajectories]
+    assert any(len(np.unique(row.versions[row.mask])) > 1 for row in trained)
     assert "enable-return-routed-experts" not in (tmp_path / "run/logs/learner.log").read_text()
 
 

@@ -168,4 +168,8 @@ _SHAPE = (
     "head_dim",
     "intermediate_size",
     "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
 )
