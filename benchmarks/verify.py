@@ -8,6 +8,7 @@ docs/results.md. Exit code 1 where a page differs. Text around the numbers is no
 """
 
 import argparse
+import collections
 import json
 import pathlib
 import re
@@ -312,6 +313,17 @@ def _faults() -> Iterator[tuple[str, str, str]]:
     yield "nonsense", PAGE, f"{runs} runs, {answers} wrong answers"
     text = "{} trained, {} runs ended with a good server left, {} prompts lost"
     yield "nonsense", PAGE, text.format(*worst)
+    found = result("damage")
+    counts, num = collections.Counter(), 0
+    for row in (found, found["seed 38"]):
+        of = sum(map(collections.Counter, row["outcomes"].values()), collections.Counter())
+        kinds = ("same", "said", "refused", "unnamed", "wrong", "hung")
+        cells = " | ".join(f"{of[kind]:,}" for kind in kinds)
+        yield "damage", METHODS, f"| {row['seed']} | {row['damages']} | {cells} |"
+        counts, num = counts + of, num + row["damages"]
+    yield "damage", PAGE, f"{num:,} damages, two workdirs"
+    text = "{wrong} silently wrong, {hung} hung; {refused} of"
+    yield "damage", PAGE, text.format(**{"wrong": 0, "hung": 0} | counts)
     row = result("chaos_one")["faults"]["kill one"]
     text = f"{row['recovery_secs_median']:.1f} s in the median, {row['recovery_secs_max']:.1f} s at most"
     yield "chaos_one", PAGE, text
