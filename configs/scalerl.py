@@ -28,9 +28,8 @@ def get_config(arg: str = ""):
 
     c.loss.preset = "scalerl"
     c.queue.max_staleness = 8
-    c.weights.pause_mode = (
-        "retract"  # Running requests go on under new weights, with a cache that they recompute.
-    )
+    # Running requests go on under new weights, with a cache that they recompute.
+    c.weights.pause_mode = "retract"
     c.server.update(decode_chunk=4, max_total_tokens=16)
     c.rollout.update(max_prompt_tokens=8, max_new_tokens=4)
     c.rollout.update(drop_equal_rewards=True, max_pass_rate=0.9)

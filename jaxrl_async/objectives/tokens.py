@@ -19,9 +19,8 @@ class Tokens:
     behavior_logprobs: jax.Array  # log π_b in nats
     # log π in nats at the weights that the step starts from; None unless it was recomputed
     proximal_logprobs: jax.Array | None
-    reference_logprobs: (
-        jax.Array | None
-    )  # log π_ref, or a teacher's, in nats; None unless the loss uses it
+    # log π_ref, or a teacher's, in nats; None unless the loss uses it
+    reference_logprobs: jax.Array | None
     advantages: jax.Array
     staleness: jax.Array  # int, d in steps, ≥ 0
     segment_ids: jax.Array  # int, from 1 in each row, one per trajectory; 0 is padding
