@@ -8,14 +8,15 @@ a pass rate of .9 not drawn again, logits in float32, and pushes while tokens ar
 report draws the paper's sigmoid of the first half of the run beside the second. The paper's forced end of long answers
 and its sizes are not here. Accuracy and cost: not measured.
 
-Arguments, after a colon: `smoke` (two steps), `seed=N`.
+Arguments, after a colon: `smoke` (two steps), `mode=sync|periodic|async`, `seed=N`. Mode `periodic`
+trains a step in parts: its advantages are in units of their group's spread, and CISPO's weight is 1.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 
 def get_config(arg: str = ""):
-    arg = parse_arg(arg, smoke=False, seed=0)
+    arg = parse_arg(arg, smoke=False, mode="async", seed=0)
     c = base_config()
     c.seed = arg.seed
 
@@ -26,7 +27,11 @@ def get_config(arg: str = ""):
     c.model.dtype = "float32"  # of all logits, the head's too
     c.warm_start.num_steps = 20 if arg.smoke else 1500
 
-    c.loss.preset = "scalerl"
+    if arg.mode == "periodic":
+        c.loss.update(surrogate="reinforce", behavior_weight="none", behavior_cap=None)
+        c.loss.reduction = "prompt_mean"
+    else:
+        c.loss.preset = "scalerl"
     c.queue.max_staleness = 8
     # Running requests go on under new weights, with a cache that they recompute.
     c.weights.pause_mode = "retract"
@@ -43,4 +48,5 @@ def get_config(arg: str = ""):
     )
     c.checkpoint.every_steps = 20
     c.evaluate.update(every_steps=0 if arg.smoke else 20, num_validation=0 if arg.smoke else 128)
+    set_mode(c, arg.mode, chunk_groups=16)
     return c
