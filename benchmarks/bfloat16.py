@@ -28,7 +28,7 @@ from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
 from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, EngineClient
-from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+from jaxrl_async.types import NOT_SAMPLED, Choices, Group, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent
 SLOTS = (4, 32)
@@ -177,6 +177,7 @@ def _trajectory(prompt: np.ndarray, completion) -> Trajectory:
         mask=sampled,
         prompt_length=len(prompt),
         reward=0.0,
+        choices=Choices(completion.routes),
     )
 
 

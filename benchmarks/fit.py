@@ -77,7 +77,7 @@ _QWEN = dict(
     rope_theta=1e6,
     tie_word_embeddings=False,
 )
-# The config.json of Qwen3-0.6B, Qwen2.5-1.5B, Qwen3-8B, Qwen3-32B and Gemma-3-1B, as far as it is read.
+# The config.json of Qwen3-0.6B, Qwen2.5-1.5B, Qwen3-8B, Qwen3-32B, Qwen3-30B-A3B and Gemma-3-1B, as far as it is read.
 MODELS = {
     "0.6b": _QWEN
     | dict(
@@ -105,6 +105,22 @@ MODELS = {
     "32b": _QWEN
     | dict(
         hidden_size=5120, intermediate_size=25_600, num_attention_heads=64, num_hidden_layers=64
+    ),
+    "30b_a3b": _QWEN
+    | dict(
+        architectures=["Qwen3MoeForCausalLM"],
+        model_type="qwen3_moe",
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_hidden_layers=48,
+        num_key_value_heads=4,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
     ),
     "gemma3_1b": dict(
         architectures=["Gemma3ForCausalLM"],
@@ -166,6 +182,13 @@ def _real_runs() -> dict[str, RealRun]:
         for target in ("v5e-1", "a100-1"):
             runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)
     runs["reason_0.6b_lora_v5e-1"] = RealRun("0.6b", "v5e-1", {}, f"{REASON}:lora")
+    for target, context in (
+        ("v5p-64", 2),
+        ("v6e-64", 4),
+        ("2xh100-8", 1),
+    ):  # 16 rows on all devices
+        mesh = {"fsdp": 2, "expert": 8, "context": context, "microbatch_rows": 16}
+        runs[f"30b_a3b_{target}"] = RealRun("30b_a3b", target, mesh)
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
 
