@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import bfloat16
@@ -74,10 +75,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args(argv)
     path = args.out / "experts.json"
-    found = PARTS[args.part](args)
-    print(json.dumps(_without_raw(found), indent=1), flush=True)
-    result = record.read(path) | {args.part: found}
-    record.write(path, result, seeds=args.seeds, part=args.part)
+    for found in PARTS[args.part](args):  # of train after each run
+        print(json.dumps(_without_raw(found), indent=1), flush=True)
+        result = record.read(path) | {args.part: found}
+        record.write(path, result, seeds=args.seeds, part=args.part)
 
 
 def start(args) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _moved(params, noise):
     return nnx.map_state(of, params)
 
 
-def train(args) -> dict[str, Any]:
+def train(args) -> Iterator[dict[str, Any]]:
     found = {"steps": args.steps, "changes": args.set, "runs": []}
     with tempfile.TemporaryDirectory() as scratch:
         for seed in args.seeds:
@@ -187,8 +188,7 @@ def train(args) -> dict[str, Any]:
                 found["runs"].append(
                     {"seed": seed, "replay": replay} | _run(args, workdir, seed, replay)
                 )
-                print(json.dumps(_without_raw(found["runs"][-1])), flush=True)
-    return found
+                yield found
 
 
 def _run(args, workdir: pathlib.Path, seed: int, replay: str) -> dict[str, Any]:
@@ -375,7 +375,13 @@ def _without_raw(found):
     return {name: _without_raw(value) for name, value in found.items() if name != "raw"}
 
 
-PARTS = {"start": start, "routes": routes, "train": train, "speed": speed, "products": products}
+PARTS = {
+    "start": lambda args: [start(args)],
+    "routes": lambda args: [routes(args)],
+    "train": train,
+    "speed": lambda args: [speed(args)],
+    "products": lambda args: [products(args)],
+}
 
 
 if __name__ == "__main__":
