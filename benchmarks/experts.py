@@ -1,6 +1,6 @@
 """Mixtures of experts: the upcycled model, the routes of engine and learner, and what experts cost.
 
-    python benchmarks/experts.py --part=start|routes|train|speed|products [--steps=12] [--seeds=0,1] [--smoke]
+    python benchmarks/experts.py --part=start|routes|train|speed|memory|products [--steps=12] [--seeds=0,1] [--smoke]
 
 start     The mixture of launch/upcycle.py beside its dense model, on prompts of configs/smollm2_moe.py: |Δ logits|.
 routes    The embedded engine answers prompts, and the learner computes the answers again with the engine's experts and
@@ -11,7 +11,8 @@ train     Runs of configs/smollm2_moe.py with learner.replay_routes on and off, 
           rows of metrics.jsonl, and after the run how far experts are from their mean, over how far that is from the
           first weights.
 speed     A step of a made-up model of 8 experts, 2 used, over one of a dense model whose MLP is as wide as two experts,
-          in turns; memory by XLA's account here, and by `fit` for one H100 where its compiler is installed.
+          in turns, with the memory of each by XLA's account.
+memory    The memory of both by `fit`, for one H100. Its compiler must be on the path.
 products  The compiler of a v5p: one layer's experts of Qwen3-30B-A3B, 4,096 tokens, forwards and backwards, by
           ragged_dot and by megablox. A prediction.
 
@@ -222,18 +223,20 @@ def _divergence(settings: Settings, workdir: pathlib.Path) -> dict[str, float]:
     return {"experts_apart": float(apart / size), "experts_together": float(common / size)}
 
 
-def speed(args) -> dict[str, Any]:
-    shape = dict(SPEED, num_layers=1, model_dim=64, vocab_size=64) if args.smoke else SPEED
-    F = 16 if args.smoke else SPEED_F
+def _made_up(smoke: bool):
+    """The configs of a dense model and of a mixture of as many active parameters, and the work of a step."""
+    shape = dict(SPEED, num_layers=1, model_dim=64, vocab_size=64) if smoke else SPEED
+    F = 16 if smoke else SPEED_F
     mixture = dict(family="qwen3_moe", num_experts=8, experts_per_token=2, expert_mlp_dim=F)
-    configs = {
-        "dense": shapes.model_config(shape | {"mlp_dim": 2 * F}),
-        "experts": shapes.model_config(shape | {"mlp_dim": 2 * F} | mixture),
-    }
-    work = learner_benchmark.work_of(
-        64 if args.smoke else 2048, row_tokens=32 if args.smoke else 512
-    )
-    work |= {"microbatches": 1 if args.smoke else 4}
+    dense = shape | {"mlp_dim": 2 * F}
+    work = learner_benchmark.work_of(64 if smoke else 2048, row_tokens=32 if smoke else 512)
+    work |= {"microbatches": 1 if smoke else 4}
+    configs = {"dense": dense, "experts": dense | mixture}
+    return {name: shapes.model_config(own) for name, own in configs.items()}, work
+
+
+def speed(args) -> dict[str, Any]:
+    configs, work = _made_up(args.smoke)
     steps, states, accumulators, batches, secs = {}, {}, {}, {}, {}
     for name, config in configs.items():
         steps[name] = shapes.make_train_step(config)
@@ -256,7 +259,7 @@ def speed(args) -> dict[str, Any]:
             jax.block_until_ready(metrics)
             secs[name]["step"].append(time.perf_counter() - began)
     found: dict[str, Any] = {
-        "shape": shape | {"expert_mlp_dim": F},
+        "shape": dataclasses.asdict(configs["experts"]),
         "tokens": sum(b.tokens.size for b in batches["dense"]),
     }
     for part in ("accumulate", "step"):
@@ -266,30 +269,27 @@ def speed(args) -> dict[str, Any]:
             "dense": float(np.median(dense)),
             "experts": float(np.median(experts)),
         }
-    for name, config in configs.items():
+    for name in configs:
         found[f"{name}_bytes"] = learner_benchmark.most_bytes(
             steps[name], states[name], accumulators[name], batches[name][0]
         )
-        found[f"{name}_bytes_by_fit"] = None if args.smoke else _fit_bytes(config, work)
     return found
 
 
-def _fit_bytes(config, work) -> int | None:
-    """Of one H100, in bfloat16; None without its compiler."""
+def memory(args) -> dict[str, Any]:
+    """What each program of the learner needs of one H100, in bfloat16 with remat."""
     import fit
 
-    settings = fit.small_settings(
-        "h100-1", microbatch_rows=work["rows"], row_tokens=work["row_tokens"]
-    )
-    config = dataclasses.replace(config, dtype="bfloat16", remat=True)
-    try:
-        found = fit.programs.compile_run(
-            settings, config, target := fit.target_of("h100-1"), fit.programs.devices_of(target)
-        )
-    except fit.programs.FitError as error:
-        print(f"no fit: {error}", file=sys.stderr)
-        return None
-    return max(program.needed_bytes for program in found.programs)
+    configs, work = _made_up(args.smoke)
+    learner = dict(microbatch_rows=work["rows"], row_tokens=work["row_tokens"])
+    settings, target = fit.small_settings("h100-1", **learner), fit.target_of("h100-1")
+    found: dict[str, Any] = {"raw": {}}
+    for name, config in configs.items():
+        config = dataclasses.replace(config, dtype="bfloat16", remat=True)
+        made = fit.programs.compile_run(settings, config, target, fit.programs.devices_of(target))
+        found["raw"][name] = {program.name: program.needed_bytes for program in made.programs}
+        found[name] = max(found["raw"][name].values())
+    return found
 
 
 def products(args) -> dict[str, Any]:
@@ -380,6 +380,7 @@ PARTS = {
     "routes": lambda args: [routes(args)],
     "train": train,
     "speed": lambda args: [speed(args)],
+    "memory": lambda args: [memory(args)],
     "products": lambda args: [products(args)],
 }
 

@@ -45,6 +45,7 @@ MEASURES = {
     "delight_digits": "objectives",
     "delight_reversal": "objectives learner",
     "differences": "versions learner",
+    "experts": "models/experts.py inference learner",
     "fleet": "rollout queue publishing",
     "journal": "queue",
     "learner": "learner models",

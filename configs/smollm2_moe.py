@@ -26,5 +26,7 @@ def get_config(arg: str = ""):
         c.model.path = "checkpoints/SmolLM2-8x135M"
     c.supervisor.processes = "one"
     c.learner.update(optimizer="adafactor", learning_rate=3e-5)
+    # Cores that other programs use as well answer slowly.
+    c.rollout.request_timeout_secs = 300.0
     c.weights.push_every_steps = 1
     return c

@@ -152,4 +152,5 @@ def completion_of(done: engines.Completion) -> Completion:
     for span in done.spans:
         versions[span.start : span.end] = int(span.version)
     logprobs = np.minimum(done.logprobs, 0)  # float32 rounds log 1 to a little above.
-    return Completion(done.output_ids, logprobs, versions, done.finish_reason["type"])
+    reason = done.finish_reason["type"]
+    return Completion(done.output_ids, logprobs, versions, reason, routes=done.routes)

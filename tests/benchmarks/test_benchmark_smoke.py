@@ -198,6 +198,16 @@ def check_bfloat16(result, directory):
     assert largest["bfloat16"] > 10 * largest["float32"]
 
 
+def check_experts(result, directory):
+    """In float32 the engine's experts are the learner's own; replayed in bfloat16, log-probs are nearer."""
+    for way in ("replay", "own"):
+        found = result["routes"]["float32"][way]
+        assert found["token_layers"] > 0 == found["differ"] and found["max_abs"] < 1e-5
+    found = result["routes"]["bfloat16"]
+    assert found["own"]["differ"] > 0 and found["replay"]["kl"] < found["own"]["kl"]
+    assert result["speed"]["step_over_dense"]["median"] > 0
+
+
 def check_nonsense(result, directory):
     """Good servers are enough, in every part: with one beside the other, and with one that answers well at last."""
     for row in result["rows"]:
@@ -228,6 +238,16 @@ LONG = pytest.mark.long
             marks=LONG,
         ),
         pytest.param("bfloat16", [["--smoke"]], "bfloat16", check_bfloat16, marks=LONG),
+        pytest.param(
+            "experts",
+            [
+                ["--smoke", "--part=routes", "--prompts=2", "--samples=2"],
+                ["--smoke", "--part=speed", "--rounds=1"],
+            ],
+            "experts",
+            check_experts,
+            marks=LONG,
+        ),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         pytest.param(
             "packing",
