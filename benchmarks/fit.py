@@ -182,14 +182,8 @@ def _real_runs() -> dict[str, RealRun]:
         for target in ("v5e-1", "a100-1"):
             runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)
     runs["reason_0.6b_lora_v5e-1"] = RealRun("0.6b", "v5e-1", {}, f"{REASON}:lora")
-    keys = ("fsdp", "expert", "context", "microbatch_rows")
-    for target, mesh in {
-        "v5p-64": (2, 4, 4, 16),
-        "v6e-64": (8, 8, 1, 64),
-        "2xh100-8": (2, 8, 1, 16),
-    }.items():
-        changes = dict(zip(keys, mesh, strict=True))
-        runs[f"30b_a3b_{target}"] = RealRun("30b_a3b", target, changes)
+    experts = {"fsdp": 2, "expert": 8, "microbatch_rows": 16}
+    runs["30b_a3b_2xh100-8"] = RealRun("30b_a3b", "2xh100-8", experts)
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
 
