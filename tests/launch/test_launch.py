@@ -12,9 +12,12 @@ import stat
 import subprocess
 import sys
 
+import constraints
 import pytest
 import yaml
 from kubernetes import client as kubernetes
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
@@ -753,6 +756,23 @@ def test_no_command_of_a_script_or_a_page_shows_a_key_or_listens_for_everyone_wi
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_may_be_run(script):
     assert script.stat().st_mode & stat.S_IXUSR or script.suffix == ".sbatch"
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_the_pins_of_a_python_are_of_what_setup_cfg_asks_for(version):
+    lines = (LAUNCH / f"constraints-{version}.txt").read_text().splitlines()
+    assert lines[0].endswith(f"with Python {version}")
+    pins = {canonicalize_name(n): v for n, v in (line.split("==") for line in lines[1:])}
+    wanted = [Requirement(line) for line in constraints.requirements()]
+    python = {"python_version": version}
+    wanted = [one for one in wanted if not one.marker or one.marker.evaluate(python)]
+    assert len(wanted) > 20 and len(pins) == len(lines) - 1
+    for one in wanted:
+        assert one.specifier.contains(pins[canonicalize_name(one.name)]), one
+    container = (LAUNCH / "Dockerfile").read_text()
+    assert (
+        f"FROM python:{version}-slim" not in container or f"constraints-{version}.txt" in container
+    )
 
 
 def test_the_container_file_makes_the_images_of_the_manifests():

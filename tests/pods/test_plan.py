@@ -67,7 +67,7 @@ def test_hosts_are_read_from_lines_a_slurm_list_and_gclouds_json():
         ("{]", "", "not gcloud's JSON"),
         ('{"name": "a"}', "", "not gcloud's JSON"),
         (json.dumps(node("v6e-4", "2x2", 1, state="CREATING")), "", "slice is CREATING"),
-        (json.dumps(node("v5litepod-16", "4x4", 3)), "", "16 chips has 3 hosts"),
+        (json.dumps(node("v5litepod-16", "4x4", 12)), "", "16 chips has 12 hosts"),
     ],
 )
 def test_hosts_that_cannot_be_read_are_refused_by_name(text, chips, error):

@@ -149,15 +149,15 @@ def test_a_role_ends_with_its_connection_and_where_another_takes_its_place(hosts
         process = remote._Process(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+        stack.enter_context(process)
+        stack.callback(subprocess.Popen.send_signal, process, signal.SIGKILL)
         assert any(b"queue at" in line for line in process.stdout)
         return process, pid_of(tmp_path, "a", "queue")
 
     with contextlib.ExitStack() as stack:
         lost, pid = start()
-        stack.enter_context(lost)
         # Its connection hangs, and another takes its place.
         second, other = start()
-        stack.enter_context(second)
         assert lost.wait(60) == 1 and not pathlib.Path(f"/proc/{pid}").exists()
         second.stdin.close()
         assert second.wait(60) == 1 and not pathlib.Path(f"/proc/{other}").exists()
