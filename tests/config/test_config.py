@@ -813,7 +813,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_warned_about(tmp_path, capsys)
     assert f"warning: learner.{said}learner.learning_rate = 0.0003\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name != "none"])
 def test_a_group_of_one_is_refused_by_every_advantage_whose_baseline_is_the_group(advantage):
     environment = ["--config.rollout.function=environment", "--config.environment.name=calculator"]
     with pytest.raises(
