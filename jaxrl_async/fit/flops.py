@@ -37,6 +37,8 @@ def _of_equation(equation, kernels_alone) -> float:
         (contracted, _), (batch, _) = params["dimension_numbers"]
         kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
         return 2.0 * math.prod(left) * kept
+    if name == "pallas_call" and _is_grouped(params):
+        return float(params["cost_estimate"].flops)
     if name == "mpmd_map":
         return _of_gpu_kernel(equation)
     inner = [
@@ -59,6 +61,12 @@ def _of_equation(equation, kernels_alone) -> float:
     elif name == "pallas_call":
         times = _blocks_of_kernel(params)
     return times * sum(counts)
+
+
+def _is_grouped(params) -> bool:
+    """Whether it is Megablox's kernel, whose number of blocks depends on the rows of each group."""
+    has_fixed_grid = all(isinstance(n, int) for n in params["grid_mapping"].grid)
+    return not has_fixed_grid and not (params["name"] or "").startswith("splash")
 
 
 def _blocks_of_kernel(params) -> float:

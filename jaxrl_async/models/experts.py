@@ -24,6 +24,7 @@ _TOKENS = (*axes.ROWS, axes.COLUMNS)  # divide tokens on one axis
 # Names of what a backward pass keeps: the experts used, and with room what they computed.
 USED, MULTIPLIED = "used", "multiplied"
 _MAX_BLOCK = 128  # rows that one expert multiplies at a time
+_TILE_ROWS, _MAX_TILE_SIDE = 128, 1024  # of Megablox; more does not fit beside the float32 sums
 
 
 class Given(NamedTuple):
@@ -183,8 +184,8 @@ class Experts(nnx.Module):
 def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
     """The rows of group e, which follow those of group e − 1, times kernel e; 0 after the last group.
 
-    On a CPU a loop over blocks of rows, of which each has one kernel: its compiler multiplies every row of a
-    `ragged_dot` by all E kernels. Elsewhere that.
+    On a CPU a loop over blocks of rows, of which each has one kernel, and on a TPU Megablox: their compilers multiply
+    every row of a `ragged_dot` by all E kernels. Elsewhere that.
 
     Args:
       block: rows multiplied together, ≥ 1.
@@ -196,7 +197,10 @@ def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
       [R, F] in the dtype of x, of sums in float32.
     """
     return jax.lax.platform_dependent(
-        x_RD, kernel_EDF, sizes_E, cpu=functools.partial(_by_blocks, block), default=_ragged
+        *(x_RD, kernel_EDF, sizes_E),
+        cpu=functools.partial(_by_blocks, block),
+        tpu=_by_megablox,
+        default=_ragged,
     )
 
 
@@ -212,6 +216,7 @@ def _backward(block, saved, g_RF):
         g_RF,
         sizes_E,
         cpu=functools.partial(_kernel_gradient_by_blocks, block),
+        tpu=_kernel_gradient_by_megablox,
         default=_ragged_kernel_gradient,
     )
     return d_x, d_kernel.astype(kernel_EDF.dtype), None
@@ -234,6 +239,32 @@ def _ragged_kernel_gradient(x_RD, g_RF, sizes_E):
     return jax.lax.ragged_dot_general(
         x_RD, g_RF, sizes_E, numbers, preferred_element_type=jnp.float32
     )
+
+
+def _by_megablox(x_RD, kernel_EDF, sizes_E, interpret=False):
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tiles = _tiles(*kernel_EDF.shape[1:])
+    rows = _whole_tiles(x_RD)
+    y_RF = gmm(rows, kernel_EDF, sizes_E, x_RD.dtype, tiles, interpret=interpret)[: len(x_RD)]
+    # It leaves what is after the last group unwritten.
+    return jnp.where((jnp.arange(len(x_RD)) < sizes_E.sum())[:, None], y_RF, 0)
+
+
+def _kernel_gradient_by_megablox(x_RD, g_RF, sizes_E, interpret=False):
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tiles = _tiles(x_RD.shape[1], g_RF.shape[1])
+    x_DR, g_RF = _whole_tiles(x_RD).T, _whole_tiles(g_RF)
+    return tgmm(x_DR, g_RF, sizes_E, jnp.float32, tiles, interpret=interpret)
+
+
+def _tiles(*sides):
+    return _TILE_ROWS, *(min(side, _MAX_TILE_SIDE) for side in sides)
+
+
+def _whole_tiles(rows):
+    return jnp.pad(rows, ((0, -len(rows) % _TILE_ROWS), (0, 0)))
 
 
 def _by_blocks(block, x_RD, kernel_EDF, sizes_E):

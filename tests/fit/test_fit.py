@@ -18,7 +18,7 @@ from jaxrl_async.config.settings import Server, Settings
 from jaxrl_async.fit import flops, hlo, page, plans, programs
 from jaxrl_async.fit.targets import EXAMPLES, TargetError, target_of
 from jaxrl_async.inference import programs as inference
-from jaxrl_async.models import attention, sharding, transformer
+from jaxrl_async.models import attention, experts, sharding, transformer
 from jaxrl_async.models.lora import LoRA
 
 pytestmark = pytest.mark.optimised
@@ -224,6 +224,20 @@ def test_a_kernel_counts_with_the_blocks_that_the_causal_mask_leaves():
     assert flops.of_jaxpr(gradient, kernels_alone=True) == (2 + 3 + 4) * product
     # Outside the kernels stands one sum of products: of the result and its gradient, for each query and head.
     assert flops.of_jaxpr(gradient) == (2 + 3 + 4) * product + 2 * B * T * H * C
+
+
+def test_a_grouped_kernel_counts_with_its_rows_and_one_expert_for_each():
+    rows, kernel = jnp.ones((256, 64)), jnp.ones((4, 64, 32))
+
+    def product(rows, kernel):
+        return experts.grouped_dot(128, rows, kernel, jnp.ones(4, jnp.int32)).sum()
+
+    forward, gradient = (
+        flops.of_jaxpr(jax.make_jaxpr(f)(rows, kernel), kernels_alone=True)
+        for f in (product, jax.grad(product, (0, 1)))
+    )
+    assert forward == 2 * 256 * 64 * 32
+    assert gradient == 3 * forward
 
 
 @TPU

@@ -5,10 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import compilers
 from fixtures.models import tiny
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxrl_async.fit import programs
+from jaxrl_async.fit.targets import target_of
 from jaxrl_async.models import axes, experts, lora, sharding, transformer
 
 CONFIG = tiny(family="qwen3_moe", num_experts=8, experts_per_token=2, expert_mlp_dim=12)
@@ -121,10 +124,36 @@ def test_a_grouped_product_equals_one_product_a_group(sizes, block):
     np.testing.assert_allclose(d_x, np.einsum("rf,rdf->rd", g, own), atol=1e-5)
     one_hot = (group[:, None] == np.arange(5)[None]).astype(np.float32)
     np.testing.assert_allclose(d_kernel, np.einsum("re,rd,rf->edf", one_hot, x, g), atol=1e-5)
+    tiled = experts._by_megablox(x, kernel, jnp.array(sizes), interpret=True)  # of TPUs
+    np.testing.assert_allclose(tiled, y, atol=1e-5)
+    tiled = experts._kernel_gradient_by_megablox(x, g, jnp.array(sizes), interpret=True)
+    np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
     ragged = experts._ragged(x, kernel, jnp.array(sizes))  # of other devices
     np.testing.assert_allclose(np.asarray(ragged)[: sum(sizes)], y[: sum(sizes)], atol=1e-5)
     ragged = experts._ragged_kernel_gradient(x, g, jnp.array(sizes))
     np.testing.assert_allclose(ragged, d_kernel, atol=1e-5)
+
+
+@pytest.mark.optimised
+@compilers.needs("tpu")
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float32, marks=pytest.mark.long)], ids=["bf16", "f32"]
+)
+def test_the_tpu_compiler_gets_a_kernel_for_each_grouped_product(dtype):
+    """Of the largest tiles. Nothing is executed."""
+    D, F, E = 2048, 1024, 4
+    device = programs.devices_of(target_of("v5e-4"))[0]
+    where = jax.sharding.SingleDeviceSharding(device)
+    x, kernel, sizes = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+        for shape, dtype in [((500, D), dtype), ((E, D, F), dtype), ((E,), jnp.int32)]
+    )
+
+    def loss(x, kernel, sizes):
+        return jnp.sum(jnp.square(experts.grouped_dot(128, x, kernel, sizes).astype(jnp.float32)))
+
+    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel, sizes).compile()
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
 
 def test_what_the_routers_did_by_hand():
