@@ -14,7 +14,7 @@ speed     A step of a made-up model of 8 experts, 2 used, over one of a dense mo
           in turns, with the memory of each by XLA's account.
 memory    The memory of both by `fit`, for one H100. Its compiler must be on the path.
 products  The compiler of a v5p: one layer's experts of Qwen3-30B-A3B, 4,096 tokens, forwards and backwards, by
-          ragged_dot and by megablox. A prediction.
+          jax.lax.ragged_dot and by the learner's grouped_dot. A prediction.
 
 Results are printed and written to benchmarks/results/experts.json, or to --out; a part that was not run keeps what
 stands there.
@@ -47,7 +47,7 @@ from jaxrl_async.config.settings import DTYPES, Settings
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import policy_outputs
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.models import hf, sharding, transformer
+from jaxrl_async.models import experts, hf, sharding, transformer
 
 CONFIG = str(record.ROOT / "configs" / "smollm2_moe.py")
 DENSE = "checkpoints/SmolLM2-135M-Instruct"
@@ -293,8 +293,6 @@ def memory(args) -> dict[str, Any]:
 
 
 def products(args) -> dict[str, Any]:
-    from jax.experimental.pallas.ops.tpu.megablox import gmm
-
     from jaxrl_async.fit import flops, programs
     from jaxrl_async.fit.targets import target_of
 
@@ -327,12 +325,8 @@ def products(args) -> dict[str, Any]:
         "ideal_ms": 1e3 * model / target.chip.peak_flops,
         "rows": [],
     }
-    ways = {"ragged_dot": jax.lax.ragged_dot}
-    for tiling in ((128, 128, 128), (512, 512, 512), (512, 1024, 768)):
-        ways[f"megablox {tiling}"] = functools.partial(
-            gmm, preferred_element_type=half, tiling=tiling
-        )
-    for name, product in ways.items():
+    ours = functools.partial(experts.grouped_dot, 128)
+    for name, product in (("ragged_dot", jax.lax.ragged_dot), ("grouped_dot", ours)):
         began = time.monotonic()
         traced = by(product).trace(*arguments)
         compiled = traced.lower().compile()

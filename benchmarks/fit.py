@@ -184,6 +184,8 @@ def _real_runs() -> dict[str, RealRun]:
     runs["reason_0.6b_lora_v5e-1"] = RealRun("0.6b", "v5e-1", {}, f"{REASON}:lora")
     experts = {"fsdp": 2, "expert": 8, "microbatch_rows": 16}
     runs["30b_a3b_2xh100-8"] = RealRun("30b_a3b", "2xh100-8", experts)
+    runs["30b_a3b_v5p-64"] = RealRun("30b_a3b", "v5p-64", experts | {"expert": 4, "context": 4})
+    runs["30b_a3b_v6e-64"] = RealRun("30b_a3b", "v6e-64", experts | {"fsdp": 1, "context": 8})
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
 

@@ -8,7 +8,7 @@ from jaxrl_async.models import transformer
 from jaxrl_async.models.transformer import ModelConfig
 
 
-def of_jaxpr(jaxpr, *, kernels_alone: bool = False) -> float:
+def of_jaxpr(jaxpr, *, kernels_alone: bool = False, grouped_share: float = 1.0) -> float:
     """FLOPs of all matrix products, on all devices together.
 
     Loops count with their length; one whose length depends on the data counts once. Of branches the dearest counts.
@@ -18,18 +18,19 @@ def of_jaxpr(jaxpr, *, kernels_alone: bool = False) -> float:
     Args:
       jaxpr: a jax.extend.core.Jaxpr or ClosedJaxpr.
       kernels_alone: of the products within custom kernels.
+      grouped_share: of the rows of grouped products, those that are in a group. Of experts that a mesh divides a device
+        has some, and gets all rows.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(_of_equation(equation, kernels_alone) for equation in jaxpr.eqns)
+    return sum(_of_equation(equation, kernels_alone, grouped_share) for equation in jaxpr.eqns)
 
 
-def _of_equation(equation, kernels_alone) -> float:
+def _of_equation(equation, kernels_alone, grouped_share) -> float:
     name, params = equation.primitive.name, equation.params
-    if (
-        name == "ragged_dot_general"
-    ):  # Each row has one kernel, or each number of a gradient sums over all rows.
+    # Each row has one kernel, or each number of a gradient sums over all rows.
+    if name == "ragged_dot_general":
         left, right = (variable.aval.shape for variable in equation.invars[:2])
-        return 0.0 if kernels_alone else 2.0 * math.prod(left) * right[-1]
+        return 0.0 if kernels_alone else grouped_share * 2.0 * math.prod(left) * right[-1]
     if name == "dot_general":
         if kernels_alone:
             return 0.0
@@ -38,7 +39,7 @@ def _of_equation(equation, kernels_alone) -> float:
         kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
         return 2.0 * math.prod(left) * kept
     if name == "pallas_call" and _is_grouped(params):
-        return float(params["cost_estimate"].flops)
+        return grouped_share * params["cost_estimate"].flops
     if name == "mpmd_map":
         return _of_gpu_kernel(equation)
     inner = [
@@ -50,7 +51,9 @@ def _of_equation(equation, kernels_alone) -> float:
     if not inner:
         return 0.0
     alone = kernels_alone and name != "pallas_call"
-    counts = [of_jaxpr(value, kernels_alone=alone) for value in inner]
+    if name == "shard_map":
+        grouped_share = 1 / params["mesh"].shape.get("expert", 1)
+    counts = [of_jaxpr(v, kernels_alone=alone, grouped_share=grouped_share) for v in inner]
     if name == "cond":
         return max(counts)
     times = 1.0

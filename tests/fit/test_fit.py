@@ -239,6 +239,13 @@ def test_a_grouped_kernel_counts_with_its_rows_and_one_expert_for_each():
     assert forward == 2 * 256 * 64 * 32
     assert gradient == 3 * forward
 
+    everywhere = jax.sharding.PartitionSpec()
+    mesh = jax.make_mesh((2,), ("expert",), devices=jax.devices()[:2])
+    divided = jax.shard_map(  # A device gets all rows, and half of them are of its experts.
+        product, mesh=mesh, in_specs=2 * (everywhere,), out_specs=everywhere, check_vma=False
+    )
+    assert flops.of_jaxpr(jax.make_jaxpr(divided)(rows, kernel), kernels_alone=True) == forward
+
 
 @TPU
 def test_the_learner_compiles_for_a_tpu():
