@@ -67,6 +67,8 @@ def test_a_mode_trains_evaluates_and_reports(mode, finished, verb, tmp_path):
 NOT_IN_EVERY_RUN = {
     "policy/kl_penalty",
     "policy/kl_coefficient",
+    "policy/kl_teacher",
+    "learner/rate_scale",
     "time/wait_push_secs",
     "time/publish_secs",
     "weights/delay",
