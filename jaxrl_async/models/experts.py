@@ -196,11 +196,23 @@ def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
     Returns:
       [R, F] in the dtype of x, of sums in float32.
     """
+    return _product(block, x_RD, kernel_EDF, sizes_E)
+
+
+def _product(block, x_RD, kernel_EDF, sizes_E, transposed=False):
+    """`grouped_dot`; of `transposed` kernels, [E, F, D]."""
+
+    def plain(way):
+        def call(x_RD, kernel, sizes_E):
+            return way(x_RD, kernel.swapaxes(1, 2) if transposed else kernel, sizes_E)
+
+        return call
+
     return jax.lax.platform_dependent(
         *(x_RD, kernel_EDF, sizes_E),
-        cpu=functools.partial(_by_blocks, block),
-        tpu=_by_megablox,
-        default=_ragged,
+        cpu=plain(functools.partial(_by_blocks, block)),
+        tpu=functools.partial(_by_megablox, transposed=transposed),
+        default=plain(_ragged),
     )
 
 
@@ -210,7 +222,7 @@ def _forward(block, x_RD, kernel_EDF, sizes_E):
 
 def _backward(block, saved, g_RF):
     x_RD, kernel_EDF, sizes_E = saved
-    d_x = grouped_dot(block, g_RF, kernel_EDF.swapaxes(1, 2), sizes_E)
+    d_x = _product(block, g_RF, kernel_EDF, sizes_E, transposed=True)
     d_kernel = jax.lax.platform_dependent(
         x_RD,
         g_RF,
@@ -219,7 +231,7 @@ def _backward(block, saved, g_RF):
         tpu=_kernel_gradient_by_megablox,
         default=_ragged_kernel_gradient,
     )
-    return d_x, d_kernel.astype(kernel_EDF.dtype), None
+    return d_x, d_kernel, None
 
 
 grouped_dot.defvjp(_forward, _backward)
@@ -236,17 +248,18 @@ def _ragged_kernel_gradient(x_RD, g_RF, sizes_E):
         lhs_ragged_dimensions=[0],
         rhs_group_dimensions=[],
     )
-    return jax.lax.ragged_dot_general(
+    d_EDF = jax.lax.ragged_dot_general(
         x_RD, g_RF, sizes_E, numbers, preferred_element_type=jnp.float32
     )
+    return d_EDF.astype(x_RD.dtype)
 
 
-def _by_megablox(x_RD, kernel_EDF, sizes_E, interpret=False):
+def _by_megablox(x_RD, kernel_EDF, sizes_E, transposed=False, interpret=False):
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
-    tiles = _tiles(*kernel_EDF.shape[1:])
-    rows = _whole_tiles(x_RD)
-    y_RF = gmm(rows, kernel_EDF, sizes_E, x_RD.dtype, tiles, interpret=interpret)[: len(x_RD)]
+    tiles = _tiles(x_RD.shape[1], kernel_EDF.shape[1 if transposed else 2])
+    how = dict(transpose_rhs=transposed, interpret=interpret)
+    y_RF = gmm(_whole_tiles(x_RD), kernel_EDF, sizes_E, x_RD.dtype, tiles, **how)[: len(x_RD)]
     # It leaves what is after the last group unwritten.
     return jnp.where((jnp.arange(len(x_RD)) < sizes_E.sum())[:, None], y_RF, 0)
 
@@ -256,7 +269,7 @@ def _kernel_gradient_by_megablox(x_RD, g_RF, sizes_E, interpret=False):
 
     tiles = _tiles(x_RD.shape[1], g_RF.shape[1])
     x_DR, g_RF = _whole_tiles(x_RD).T, _whole_tiles(g_RF)
-    return tgmm(x_DR, g_RF, sizes_E, jnp.float32, tiles, interpret=interpret)
+    return tgmm(x_DR, g_RF, sizes_E, x_DR.dtype, tiles, interpret=interpret)
 
 
 def _tiles(*sides):
@@ -291,7 +304,7 @@ def _kernel_gradient_by_blocks(block, x_RD, g_RF, sizes_E):
         return sums_EDF.at[experts[i]].add(product)
 
     zeros = jnp.zeros((len(sizes_E), x_RD.shape[1], g_RF.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, num, visit, zeros)
+    return jax.lax.fori_loop(0, num, visit, zeros).astype(x_RD.dtype)
 
 
 def _blocks(block, num_rows, sizes_E):

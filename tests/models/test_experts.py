@@ -126,6 +126,8 @@ def test_a_grouped_product_equals_one_product_a_group(sizes, block):
     np.testing.assert_allclose(d_kernel, np.einsum("re,rd,rf->edf", one_hot, x, g), atol=1e-5)
     tiled = experts._by_megablox(x, kernel, jnp.array(sizes), interpret=True)  # of TPUs
     np.testing.assert_allclose(tiled, y, atol=1e-5)
+    tiled = experts._by_megablox(g, kernel, jnp.array(sizes), transposed=True, interpret=True)
+    np.testing.assert_allclose(tiled, d_x, atol=1e-5)
     tiled = experts._kernel_gradient_by_megablox(x, g, jnp.array(sizes), interpret=True)
     np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
     ragged = experts._ragged(x, kernel, jnp.array(sizes))  # of other devices
