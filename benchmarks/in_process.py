@@ -31,7 +31,6 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
-from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
@@ -107,7 +106,7 @@ class Laboratory:
             first_step=1,
             settings=settings,
             train_step=train_step,
-            pack=Packer(settings.learner, process=0),
+            pack=parts.packer_of(settings),
             queue=samples,
             publisher=versions,
             save=evaluate,

@@ -24,7 +24,7 @@ _TOKENS = (*axes.ROWS, axes.COLUMNS)  # divide tokens on one axis
 # Names of what a backward pass keeps: the experts used, and with room what they computed.
 USED, MULTIPLIED = "used", "multiplied"
 _MAX_BLOCK = 128  # rows that one expert multiplies at a time
-_TILE_ROWS, _MAX_TILE_SIDE = 128, 1024  # of Megablox; more does not fit beside the float32 sums
+_TILE_ROWS, _MAX_TILE_SIDE = 128, 1024  # of Megablox: few rows, as many experts have few
 
 
 class Given(NamedTuple):
@@ -184,8 +184,9 @@ class Experts(nnx.Module):
 def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
     """The rows of group e, which follow those of group e − 1, times kernel e; 0 after the last group.
 
-    On a CPU a loop over blocks of rows, of which each has one kernel, and on a TPU Megablox: their compilers multiply
-    every row of a `ragged_dot` by all E kernels. Elsewhere that.
+    On a CPU a loop over blocks of rows, of which each has one kernel: its compiler multiplies every row of a
+    `ragged_dot` by all E kernels. On a TPU Megablox, by its compiler's prediction less than a 20th of the time.
+    Elsewhere `ragged_dot`.
 
     Args:
       block: rows multiplied together, ≥ 1.

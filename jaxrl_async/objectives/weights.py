@@ -101,7 +101,7 @@ def off_policy_mask(
 
         0 where A < 0 and mean over the trajectory of (log π_b − log π_θ) > δ
 
-    "DeepSeek-V3.2", arXiv 2512.02556, which gives no δ.
+    "DeepSeek-V3.2", arXiv 2512.02556.
 
     Args:
       logprobs: float [B, T], log π_θ in nats, already masked.
