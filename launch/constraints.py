@@ -16,10 +16,12 @@ SETUP = pathlib.Path(__file__).resolve().parent.parent / "setup.cfg"
 
 
 def requirements() -> list[str]:
-    """The lines of install_requires."""
+    """The lines of install_requires, and of the extras for buckets."""
     setup = configparser.ConfigParser()
     setup.read(SETUP, "utf-8")
-    lines = setup["options"]["install_requires"].splitlines()
+    extras = setup["options.extras_require"]
+    text = "\n".join((setup["options"]["install_requires"], extras["gcs"], extras["s3"]))
+    lines = text.splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 

@@ -40,10 +40,9 @@ def local_path(path: str) -> None:
 
 
 def bucket(path: str) -> None:
-    """Refuses what is not gs://BUCKET/PATH."""
-    if not re.fullmatch(r"gs://[\w.-]+(/[^/\s]+)+", path):
-        s3 = ": orbax writes arrays to no s3://" if path.startswith("s3://") else ""
-        raise SettingsError(f"must be gs://BUCKET/PATH, got {path!r}{s3}")
+    """Refuses what is neither gs://BUCKET/PATH nor s3://BUCKET/PATH."""
+    if not re.fullmatch(r"(gs|s3)://[\w.-]+(/[^/\s]+)+", path):
+        raise SettingsError(f"must be gs://BUCKET/PATH or s3://BUCKET/PATH, got {path!r}")
 
 
 def url(address: str) -> None:

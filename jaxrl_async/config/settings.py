@@ -381,8 +381,8 @@ class Learner:
     deterministic: bool = setting(False, "Reproduce the same bits on GPUs, at a cost; CPUs and TPUs always do.")
     profile_steps: tuple[int, ...] = setting((), "First and last step of a profile, which jax.profiler writes to "
         "WORKDIR/profile; empty for none.", at_least=1, unit="step numbers", since="0.2.0")
-    compilation_cache: str = setting("", "Directory, or `gs://BUCKET/PATH`, that keeps compiled programs between runs; "
-        "empty for none.")
+    compilation_cache: str = setting("", "Directory, or bucket as checkpoint.directory, that keeps compiled programs "
+        "between runs; empty for none.")
 
     @property
     def num_updates(self) -> int:
@@ -437,8 +437,9 @@ class Checkpoint:
     """Checkpoints, and the end of a preempted run."""
     every_steps: int = setting(50, "Steps from one checkpoint to the next.", at_least=1)
     keep: int = setting(2, "Checkpoints kept besides checkpoint 0.", at_least=1, unit="checkpoints")
-    directory: str = setting("", "Bucket of the checkpoints, `gs://BUCKET/PATH` (the extra `gcs`), from which another "
-        "machine may resume the run; empty for WORKDIR/checkpoints.", form=forms.bucket, since="0.2.0")
+    directory: str = setting("", "Bucket of the checkpoints, `gs://BUCKET/PATH` or `s3://BUCKET/PATH` (extras `gcs` "
+        "and `s3`), from which another machine may resume the run; empty for WORKDIR/checkpoints.",
+        form=forms.bucket, since="0.2.0")
     in_background: bool = setting(True, "Write while training goes on, with the state twice in memory; otherwise the "
         "learner waits for the disk.", since="0.1.0")
     grace_secs: float = setting(60.0, "Grace period from SIGTERM to the forced exit, for the step under way and a "

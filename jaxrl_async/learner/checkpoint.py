@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import fsspec
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -30,6 +31,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxrl_async import sealed
+from jaxrl_async.learner import s3
 from jaxrl_async.versions.layout import tensor_digest
 
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
@@ -58,6 +60,7 @@ def _waiting(deserialize: Callable[..., Any]) -> Callable[..., Any]:
 
 _arrays = ocp.type_handlers.get_type_handler(jax.Array)
 _arrays.deserialize = _waiting(_arrays.deserialize)
+s3.install()
 
 
 class CheckpointError(ValueError):
@@ -87,7 +90,7 @@ class Checkpoints:
         """Opens or makes the directory.
 
         Args:
-          directory: `checkpoints/` of a workdir, or gs://BUCKET/PATH.
+          directory: `checkpoints/` of a workdir, or gs://BUCKET/PATH or s3://BUCKET/PATH.
           keep: number of newest checkpoints to keep, besides checkpoint 0 and the best.
           best: the best step so far, or None; called at each save.
           remove_unfinished: remove what a process that was killed had written of a checkpoint; for the learner alone,
@@ -341,7 +344,13 @@ class Checkpoints:
                 place = self._directory if self._in_bucket else self._directory.parent
                 aside = place / DAMAGED.format(step)
                 aside.rmtree(missing_ok=True)
-                (self._directory / str(step)).rename(aside)
+                source = self._directory / str(step)
+                if not self._in_bucket:
+                    source.rename(aside)
+                    continue
+                store, path = fsspec.url_to_fs(str(source))
+                store.copy(path, str(aside), recursive=True)  # s3fs moves no directory.
+                source.rmtree()
         multihost_utils.sync_global_devices("damaged checkpoints are put aside")
         self._manager.reload()
 

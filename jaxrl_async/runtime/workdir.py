@@ -90,11 +90,12 @@ def _bucket_of(workdir: pathlib.Path) -> str:
 @contextlib.contextmanager
 def _reached(directory: str) -> Iterator[None]:
     """Raises StartError where a bucket cannot be read or written: the libraries of stores have errors of their own."""
+    extra = "s3" if directory.startswith("s3://") else "gcs"
     try:
         yield
     except ImportError as error:
         raise StartError(
-            f"checkpoint.directory needs `pip install jaxrl_async[gcs]`: {error}"
+            f"checkpoint.directory needs `pip install jaxrl_async[{extra}]`: {error}"
         ) from None
     except Exception as error:
         raise StartError(f"checkpoint.directory = {directory} is not reached: {error}") from error

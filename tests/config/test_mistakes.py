@@ -20,6 +20,7 @@ from huggingface_hub import constants
 
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import load_config
+from jaxrl_async.config.settings import FIELDS
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.runtime import supervisor
 
@@ -359,16 +360,14 @@ def test_in_a_shell_too_a_mistake_is_a_line_and_exit_code_2(words, named, tmp_pa
     assert all(piece in line for piece in named), line
 
 
+# Every text that says that it is a file or a directory, but those that may be in a bucket.
 PATHS = [
-    *("model.path", "model.lora.path", "tokenizer.path", "tokenizer.chat_template", "journal.path"),
-    *("queue.token_env", "queue.tls_cert", "queue.tls_key", "queue.tls_ca", "server.api_key_env"),
-    *(
-        "server.admin_api_key_env",
-        "server.tls_cert",
-        "server.tls_key",
-        "server.tls_ca",
-        "server.discover",
-    ),
+    key
+    for key, field in FIELDS.items()
+    if field.type is str
+    and "choices" not in field.metadata
+    and re.search(r"\b([Dd]irectory|[Ff]ile|PATH)\b", field.metadata["about"])
+    and key not in ("learner.compilation_cache", "checkpoint.directory")
 ]
 
 
@@ -389,12 +388,9 @@ def test_a_bucket_in_the_place_of_a_path_is_refused_by_name(scheme, tmp_path, mo
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (
-            "s3://bucket/x",
-            "must be gs://BUCKET/PATH, got 's3://bucket/x': orbax writes arrays to no s3://",
-        ),
-        ("/disk/x", "must be gs://BUCKET/PATH, got '/disk/x'"),
-        ("gs://bucket", "must be gs://BUCKET/PATH, got 'gs://bucket'"),
+        ("az://bucket/x", "must be gs://BUCKET/PATH or s3://BUCKET/PATH, got 'az://bucket/x'"),
+        ("/disk/x", "must be gs://BUCKET/PATH or s3://BUCKET/PATH, got '/disk/x'"),
+        ("s3://bucket", "must be gs://BUCKET/PATH or s3://BUCKET/PATH, got 's3://bucket'"),
         ("gs://bucket/x/", "must be gs://BUCKET/PATH"),
     ],
 )
@@ -415,9 +411,15 @@ def test_a_workdir_in_a_bucket_is_refused_by_every_verb(tmp_path, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bucket_without_its_client_names_the_extra(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    words = [f"--config={QUICKSTART}", "--config.checkpoint.directory=gs://bucket/x"]
+@pytest.mark.parametrize(
+    ("scheme", "client", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")]
+)
+def test_a_bucket_without_its_client_names_the_extra(
+    scheme, client, extra, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setitem(sys.modules, client, None)
+    words = [f"--config={QUICKSTART}", f"--config.checkpoint.directory={scheme}://bucket/x"]
     assert main.main(["train", f"--workdir={tmp_path}/a", *words]) == 2
-    assert "checkpoint.directory needs `pip install jaxrl_async[gcs]`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"checkpoint.directory needs `pip install jaxrl_async[{extra}]`" in said
     assert list(tmp_path.iterdir()) == []

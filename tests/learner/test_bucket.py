@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: killed in an upload, damaged, read on another machine, and written by two."""
+"""Checkpoints in buckets of both kinds: killed in an upload, damaged, read on another machine, and written by two."""
 
 import json
 import pathlib
@@ -7,21 +7,37 @@ import sys
 import time
 
 import pytest
+from etils import epath
 from fixtures import buckets
+from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
+from orbax.checkpoint._src.path.atomicity_defaults import get_default_temporary_path_class
+from orbax.checkpoint._src.serialization.tensorstore_utils import build_kvstore_tspec
+
+import jaxrl_async.learner.checkpoint  # noqa: F401  # It teaches orbax s3://.
 
 PROCESS = str(pathlib.Path(buckets.__file__).with_name("bucket_process.py"))
-PLACE = f"gs://{buckets.BUCKET}/run"
+S3 = pytest.param("s3", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=["gs", S3])
+def scheme(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def environ():
-    with buckets.bucket() as environ:
+def environ(scheme):
+    with buckets.bucket(scheme) as environ:
         yield environ
 
 
-def begin_upload(environ):
+@pytest.fixture(scope="module")
+def place(scheme):
+    return f"{scheme}://{buckets.BUCKET}/run"
+
+
+def begin_upload(environ, place):
     """Saves steps 0 to 2, and is killed while it uploads 3."""
-    words = [sys.executable, PROCESS, "write", PLACE]
+    words = [sys.executable, PROCESS, "write", place]
     with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "2\n"
         deadline = time.monotonic() + buckets.START_SECS
@@ -32,9 +48,33 @@ def begin_upload(environ):
     assert found and "run/3/commit_success.txt" not in found
 
 
-def test_an_upload_that_was_killed_is_none_and_another_machine_resumes_from_the_one_before(environ):
-    begin_upload(environ)
-    done = buckets.run(environ, PROCESS, "read", PLACE)
+@pytest.mark.parametrize(
+    ("place", "endpoint", "base"),
+    [
+        ("gs://b/x/3", "", {"driver": "gcs", "bucket": "b", "path": "x/3"}),
+        ("s3://b/x/3", "", {"driver": "s3", "bucket": "b", "path": "x/3"}),
+        (
+            "s3://b/x/3",
+            "http://h:1",
+            {"driver": "s3", "bucket": "b", "path": "x/3", "endpoint": "http://h:1"}
+            | {"aws_region": "us-east-1"},
+        ),
+    ],
+)
+def test_orbax_hands_arrays_to_the_driver_of_the_bucket(place, endpoint, base, monkeypatch):
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    assert build_kvstore_tspec(place)["base"] == base
+    kind = get_default_temporary_path_class(epath.Path(place))
+    assert kind is CommitFileTemporaryPath  # Complete by a file, for want of a rename.
+
+
+def test_an_upload_that_was_killed_is_none_and_another_machine_resumes_from_the_one_before(
+    environ, place
+):
+    begin_upload(environ, place)
+    done = buckets.run(environ, PROCESS, "read", place)
     assert done.returncode == 0, done.stderr
     # Compared with what was saved, and by its digests.
     expected = {"steps": [0, 1, 2], "step": 2, "same": True, "position": {"step": 2}}
@@ -43,13 +83,13 @@ def test_an_upload_that_was_killed_is_none_and_another_machine_resumes_from_the_
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(environ):
+def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(environ, place):
     if "run/3/commit_success.txt" not in buckets.names(environ, "run/3/"):
-        begin_upload(environ)
-        buckets.run(environ, PROCESS, "read", PLACE)
-    done = buckets.run(environ, PROCESS, "damage", PLACE)
+        begin_upload(environ, place)
+        buckets.run(environ, PROCESS, "read", place)
+    done = buckets.run(environ, PROCESS, "damage", place)
     said, found = done.stdout.splitlines()
-    assert f"checkpoint 3, {PLACE}/3, is damaged" in said and "checkpoint 2 is intact" in said
+    assert f"checkpoint 3, {place}/3, is damaged" in said and "checkpoint 2 is intact" in said
     assert found == "2 [0, 1, 2] 1 True"
     assert not buckets.names(environ, "run/3/") and buckets.names(
         environ, "run/damaged-checkpoint-3/"
@@ -57,16 +97,16 @@ def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(e
 
 
 @pytest.mark.long
-def test_of_two_learners_on_one_bucket_the_elder_stops(environ):
-    done = buckets.run(environ, PROCESS, "two", PLACE)
+def test_of_two_learners_on_one_bucket_the_elder_stops(environ, place):
+    done = buckets.run(environ, PROCESS, "two", place)
     assert (
-        f"checkpoint 5 is not written: another learner has begun to write to {PLACE}" in done.stdout
+        f"checkpoint 5 is not written: another learner has begun to write to {place}" in done.stdout
     )
 
 
 @pytest.mark.long
-def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, tmp_path):
-    place = f"gs://{buckets.BUCKET}/whole"
+def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, scheme, tmp_path):
+    place = f"{scheme}://{buckets.BUCKET}/whole"
     words = [
         "-m",
         "jaxrl_async",
