@@ -27,10 +27,6 @@ def of_jaxpr(jaxpr, *, kernels_alone: bool = False, grouped_share: float = 1.0) 
 
 def _of_equation(equation, kernels_alone, grouped_share) -> float:
     name, params = equation.primitive.name, equation.params
-    # Each row has one kernel, or each number of a gradient sums over all rows.
-    if name == "ragged_dot_general":
-        left, right = (variable.aval.shape for variable in equation.invars[:2])
-        return 0.0 if kernels_alone else grouped_share * 2.0 * math.prod(left) * right[-1]
     if name == "dot_general":
         if kernels_alone:
             return 0.0

@@ -24,6 +24,7 @@ _TOKENS = (*axes.ROWS, axes.COLUMNS)  # divide tokens on one axis
 # Names of what a backward pass keeps: the experts used, and with room what they computed.
 USED, MULTIPLIED = "used", "multiplied"
 _MAX_BLOCK = 128  # rows that one expert multiplies at a time
+_MAX_GPU_BLOCK = 1024  # there each block is a kernel that the host waits for
 _TILE_ROWS, _MAX_TILE_SIDE = 128, 1024  # of Megablox: few rows, as many experts have few
 
 
@@ -184,9 +185,9 @@ class Experts(nnx.Module):
 def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
     """The rows of group e, which follow those of group e − 1, times kernel e; 0 after the last group.
 
-    On a CPU a loop over blocks of rows, of which each has one kernel: its compiler multiplies every row of a
-    `ragged_dot` by all E kernels. On a TPU Megablox, by its compiler's prediction less than a 20th of the time.
-    Elsewhere `ragged_dot`.
+    On CPUs and GPUs a loop over blocks of rows, of which each has one kernel: their compilers multiply every row of a
+    `ragged_dot` by all E kernels, of which a GPU's writes E copies of the rows. On a TPU Megablox, by its compiler's
+    prediction less than a 20th of the time.
 
     Args:
       block: rows multiplied together, ≥ 1.
@@ -213,7 +214,7 @@ def _product(block, x_RD, kernel_EDF, sizes_E, transposed=False):
         *(x_RD, kernel_EDF, sizes_E),
         cpu=plain(functools.partial(_by_blocks, block)),
         tpu=functools.partial(_by_megablox, transposed=transposed),
-        default=plain(_ragged),
+        default=plain(_by_large_blocks),
     )
 
 
@@ -230,29 +231,12 @@ def _backward(block, saved, g_RF):
         sizes_E,
         cpu=functools.partial(_kernel_gradient_by_blocks, block),
         tpu=_kernel_gradient_by_megablox,
-        default=_ragged_kernel_gradient,
+        default=_kernel_gradient_by_large_blocks,
     )
     return d_x, d_kernel, None
 
 
 grouped_dot.defvjp(_forward, _backward)
-
-
-def _ragged(x_RD, kernel_EDF, sizes_E):
-    y_RF = jax.lax.ragged_dot(x_RD, kernel_EDF, sizes_E, preferred_element_type=jnp.float32)
-    return y_RF.astype(x_RD.dtype)
-
-
-def _ragged_kernel_gradient(x_RD, g_RF, sizes_E):
-    numbers = jax.lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((0,), (0,)), ((), ())),
-        lhs_ragged_dimensions=[0],
-        rhs_group_dimensions=[],
-    )
-    d_EDF = jax.lax.ragged_dot_general(
-        x_RD, g_RF, sizes_E, numbers, preferred_element_type=jnp.float32
-    )
-    return d_EDF.astype(x_RD.dtype)
 
 
 def _by_megablox(x_RD, kernel_EDF, sizes_E, transposed=False, interpret=False):
@@ -308,6 +292,18 @@ def _kernel_gradient_by_blocks(block, x_RD, g_RF, sizes_E):
     return jax.lax.fori_loop(0, num, visit, zeros).astype(x_RD.dtype)
 
 
+def _by_large_blocks(x_RD, kernel_EDF, sizes_E):
+    block = _block(len(x_RD), len(sizes_E), _MAX_GPU_BLOCK)
+    padding = ((0, block), (0, 0))
+    return _by_blocks(block, jnp.pad(x_RD, padding), kernel_EDF, sizes_E)[: len(x_RD)]
+
+
+def _kernel_gradient_by_large_blocks(x_RD, g_RF, sizes_E):
+    block = _block(len(x_RD), len(sizes_E), _MAX_GPU_BLOCK)
+    padded = (jnp.pad(rows, ((0, block), (0, 0))) for rows in (x_RD, g_RF))
+    return _kernel_gradient_by_blocks(block, *padded, sizes_E)
+
+
 def _blocks(block, num_rows, sizes_E):
     """Expert, first row and end of the group of each block of rows, and the number of blocks."""
     blocks_E = -(-sizes_E // block)
@@ -320,9 +316,9 @@ def _blocks(block, num_rows, sizes_E):
     return experts, firsts, end_E[experts], last_E[-1]
 
 
-def _block(num_rows, num_experts):
+def _block(num_rows, num_experts, largest=_MAX_BLOCK):
     """A power of two, near the rows of an expert."""
-    return min(_MAX_BLOCK, max(8, 2 ** (num_rows // num_experts).bit_length() // 2))
+    return min(largest, max(8, 2 ** (num_rows // num_experts).bit_length() // 2))
 
 
 @jax.custom_vjp

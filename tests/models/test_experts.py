@@ -130,10 +130,10 @@ def test_a_grouped_product_equals_one_product_a_group(sizes, block):
     np.testing.assert_allclose(tiled, d_x, atol=1e-5)
     tiled = experts._kernel_gradient_by_megablox(x, g, jnp.array(sizes), interpret=True)
     np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
-    ragged = experts._ragged(x, kernel, jnp.array(sizes))  # of other devices
-    np.testing.assert_allclose(np.asarray(ragged)[: sum(sizes)], y[: sum(sizes)], atol=1e-5)
-    ragged = experts._ragged_kernel_gradient(x, g, jnp.array(sizes))
-    np.testing.assert_allclose(ragged, d_kernel, atol=1e-5)
+    large = experts._by_large_blocks(x, kernel, jnp.array(sizes))  # of GPUs
+    np.testing.assert_array_equal(large, y)
+    large = experts._kernel_gradient_by_large_blocks(x, g, jnp.array(sizes))
+    np.testing.assert_allclose(large, d_kernel, atol=1e-5)
 
 
 @pytest.mark.optimised
