@@ -52,8 +52,9 @@ from jaxrl_async.models import experts, hf, sharding, transformer
 CONFIG = str(record.ROOT / "configs" / "smollm2_moe.py")
 DENSE = "checkpoints/SmolLM2-135M-Instruct"
 KERNELS = ("gate_kernel", "up_kernel", "down_kernel")
-KEPT = ("step", "reward/mean", "experts/routes_differ", "experts/load", "experts/entropy", "mismatch/mean_abs",
-        "mismatch/max_abs", "policy/kl_behavior", "staleness/mean", "time/step_secs", "policy/grad_norm")  # fmt: skip
+KEPT = ("step", "reward/mean", "experts/routes_differ", "experts/routes_known", "experts/load", "experts/entropy",
+        "mismatch/mean_abs", "mismatch/max_abs", "policy/kl_behavior", "policy/ess", "staleness/mean",
+        "time/step_secs", "policy/grad_norm")  # fmt: skip
 SPEED = dict(vocab_size=4096, num_layers=4, model_dim=512, num_heads=8, num_kv_heads=4, head_dim=64)
 SPEED_F = 768  # of an expert
 

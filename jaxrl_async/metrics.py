@@ -35,7 +35,7 @@ METRICS: dict[str, str] = {
     "policy/kl_teacher": "nats per token, k1 estimate of KL(policy ‖ loss.teacher)",
     "policy/kl_coefficient": "coefficient of the penalty, where it changes (loss.kl_final_coefficient)",
     "policy/grad_norm": "global gradient norm before clipping, of the trained block, mean over minibatches",
-    "experts/routes_differ": "share of tokens and layers whose own experts are others than those recorded",
+    "experts/routes_differ": "of (token, layer) with recorded experts, the share whose own are others",
     "experts/routes_known": "share of tokens whose experts are recorded; replayed unless learner.replay_routes is off",
     "experts/entropy": "nats, of the routers' probabilities, mean over tokens and layers",
     "experts/load": "tokens of the busiest expert over their mean, of a microbatch, mean over layers",

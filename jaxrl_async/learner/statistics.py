@@ -170,6 +170,7 @@ class Statistics:
             metrics["policy/kl_teacher"] = total["to_teacher"] / total["tokens"]
         if self._has_experts:
             metrics |= {name: total[key] / total["tokens"] for name, key in _EXPERTS.items()}
+            metrics["experts/routes_differ"] = total["differs"] / jnp.maximum(total["known"], 1e-30)
         rows = [dict(zip(self._sums, row, strict=True)) for row in sums]
         for name, lag in zip(LAG_BUCKETS, rows, strict=True):
             tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.
