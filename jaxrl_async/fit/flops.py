@@ -117,7 +117,7 @@ def of_model(
     arXiv 2204.02311), appendix B, with the causal half. The projection onto the vocabulary counts with `logits`.
     """
     c = config
-    matrices = c.num_layers * used_by_a_token(c)
+    matrices = used_by_a_token(c)
     matrices += logits * c.model_dim * c.vocab_size
     windows = c.windows or (0,) * c.num_layers
     # Twice the keys of a token: all before it, T / 2, or w of them once there are as many.
@@ -131,12 +131,11 @@ def of_model(
 
 
 def used_by_a_token(config: ModelConfig) -> int:
-    """How many numbers the matrices of one layer have that compute a token: of experts the router's, and K experts'."""
-    c = config
-    mlp = 3 * c.mlp_dim
-    if c.num_experts:
-        mlp = c.num_experts + 3 * c.experts_per_token * c.expert_mlp_dim
-    return c.model_dim * (2 * c.head_dim * (c.num_heads + c.num_kv_heads) + mlp)
+    """How many numbers the matrices have that compute a token: of experts the router's, and K experts'."""
+    c, sparse = config, len(config.expert_layers)
+    mlps = sparse * (c.num_experts + 3 * c.experts_per_token * c.expert_mlp_dim)
+    mlps += (c.num_layers - sparse) * 3 * c.mlp_dim
+    return c.model_dim * (c.num_layers * 2 * c.head_dim * (c.num_heads + c.num_kv_heads) + mlps)
 
 
 def size(params) -> int:

@@ -42,10 +42,10 @@ def rates_of(
     c = config
     table = c.model_dim * c.vocab_size
     # By a token: it looks its embedding up, and goes to some of the experts.
-    num_used = c.num_layers * flops_of.used_by_a_token(c) + table
+    num_used = flops_of.used_by_a_token(c) + table
     num_params = num_used + (0 if c.tied_embeddings else table)
     unused_experts = c.num_experts - c.experts_per_token
-    num_params += c.num_layers * 3 * c.model_dim * unused_experts * c.expert_mlp_dim
+    num_params += len(c.expert_layers) * 3 * c.model_dim * unused_experts * c.expert_mlp_dim
     flops, bandwidth = SHARE * chip.peak_flops, SHARE * chip.bandwidth
     seen_tokens = context_tokens
     if c.windows:

@@ -36,6 +36,13 @@ class Given(NamedTuple):
     # of `route_dtype` [L, B, T, K]: recorded experts, its maximum where there are none and the router decides
     routes: jax.Array | None = None
     replay: bool = True  # use them; else the router decides, and is compared with them
+    # bool [L]; those without have an MLP. None: all have
+    has_experts: jax.Array | None = None
+
+    @property
+    def of_layers(self) -> dict[str, jax.Array | None]:
+        """The fields with an axis of layers."""
+        return {"routes": self.routes, "has_experts": self.has_experts}
 
 
 class Routing(NamedTuple):
@@ -55,6 +62,13 @@ class Routing(NamedTuple):
 def route_dtype(num_experts: int) -> np.dtype:
     """The dtype of routes; its maximum stands where they are not known."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
+
+
+def no_routing(config, given: Given) -> Routing:
+    """Of a layer without experts."""
+    none_BT, dtype = jnp.zeros(given.counts.shape), route_dtype(config.num_experts)
+    routes = jnp.full((*none_BT.shape, config.experts_per_token), np.iinfo(dtype).max, dtype)
+    return Routing(routes, none_BT, none_BT, none_BT, jnp.zeros(()), none_BT)
 
 
 class Experts(nnx.Module):

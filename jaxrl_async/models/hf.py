@@ -30,6 +30,7 @@ _REQUIRED = (  # of config.json
 )
 
 _HEAD = "lm_head.weight"
+_MLP = tuple(f"blocks.{name}.kernel" for name in ("gate", "up", "down"))
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 _PEFT_PLAIN = {  # of adapter_config.json: key → the values at which adapters are this decoder's; of others: empty ones
@@ -205,6 +206,8 @@ def from_tensors(
     def read(path, param):
         parts = [
             _part(tensors, tensor_name, ".".join(path), (slice(None),) * len(shape))
+            if tensor_name
+            else np.zeros(shape, np.float32)
             for tensor_name, shape in _tensors_of(path, param, config)
         ]
         whole = np.stack(parts) if _is_stacked(path) else np.array(parts[0])
@@ -245,6 +248,8 @@ def load(
         per_layer = len(of_layers) // num_layers
         for layer in range(num_layers):
             own = of_layers[layer * per_layer : (layer + 1) * per_layer]
+            if not own[0][0]:
+                continue
             part = _read_sharded(tensors, own, name, tuple(shape), of_layer, param.dtype)
             # Waited for: else the layers that are read pile up.
             whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
@@ -439,6 +444,8 @@ def _pieces(params, config):
         yield 0, "embedding", names["embedding"], ours["embedding"]
     for layer in range(config.num_layers):
         for name in stacked:
+            if not _has(config, layer, name):
+                continue
             if names[name].count("{}") == 1:
                 yield layer, name, names[name].format(layer), ours[name][layer]
                 continue
@@ -466,6 +473,8 @@ def _names(config):
     A kernel, and an adapter's, is the transpose of its tensor.
     """
     names = families.FAMILIES[config.family].tensors
+    if config.dense_layers:
+        names = {name: families.FAMILIES["llama"].tensors[name] for name in _MLP} | names
     if not config.lora:
         return names
     adapted = {}
@@ -482,6 +491,14 @@ def _abstract(config, adapters):
     return transformer.abstract_frozen(config)
 
 
+def _has(config, layer, name):
+    """Whether a layer has a tensor of a stacked parameter, or room for it alone."""
+    is_dense = layer in config.dense_layers
+    return not (is_dense and name.startswith("blocks.experts.")) and (
+        is_dense or not config.dense_layers or name not in _MLP
+    )
+
+
 def _is_transposed(name):
     return name.endswith(("kernel", "lora_a", "lora_b"))
 
@@ -491,16 +508,21 @@ def _is_stacked(path):
 
 
 def _tensors_of(path, param, config):
-    """Name and shape, as of the parameter, of each tensor of a parameter: one, or one or E of each layer."""
-    name = _names(config)[".".join(path)]
+    """Name and shape, as of the parameter, of each tensor of a parameter: one, or one or E of each layer.
+
+    The name is "" where a layer has none, and its part of the parameter is zeros.
+    """
+    ours = ".".join(path)
+    name = _names(config)[ours]
     if not _is_stacked(path):
         return [(name, param.shape)]
     num_layers, *shape = param.shape
-    if name.count("{}") == 1:
-        return [(name.format(layer), tuple(shape)) for layer in range(num_layers)]
-    num_experts, *shape = shape
-    numbers = itertools.product(range(num_layers), range(num_experts))
-    return [(name.format(*pair), tuple(shape)) for pair in numbers]
+    experts = (None,)
+    if name.count("{}") == 2:
+        num_experts, *shape = shape
+        experts = range(num_experts)
+    numbers = itertools.product(range(num_layers), experts)
+    return [(_has(config, i, ours) * name.format(i, e), tuple(shape)) for i, e in numbers]
 
 
 def _check(tensors, abstract, config):
@@ -509,6 +531,7 @@ def _check(tensors, abstract, config):
     for path, param in nnx.to_flat_state(abstract):
         for tensor_name, shape in _tensors_of(path, param, config):
             expected[tensor_name] = shape[::-1] if _is_transposed(path[-1]) else shape
+    expected.pop("", None)
     # Old files hold RoPE's frequencies, which follow from config.json.
     found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
     if config.tied_embeddings and _HEAD in found:

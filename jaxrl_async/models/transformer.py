@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl_async.models import attention, axes, experts
@@ -81,6 +82,8 @@ class ModelConfig:
     experts_per_token: int = 0  # K of them
     expert_mlp_dim: int = 0  # F of one
     norm_topk: bool = True  # the weights of a token's experts add up to 1
+    # layers with an MLP of mlp_dim among those with experts; as all are stacked, they hold idle experts
+    dense_layers: tuple[int, ...] = ()
     lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
 
     def __post_init__(self):
@@ -109,9 +112,21 @@ class ModelConfig:
             raise ValueError(
                 f"experts_per_token must be in [1, num_experts], got {self.experts_per_token} of {self.num_experts}"
             )
+        dense = self.dense_layers
+        if dense and not (self.family == "qwen3_moe" and {*dense} < {*range(self.num_layers)}):
+            raise ValueError(
+                f"dense_layers must be () or some of {self.num_layers} layers of qwen3_moe, got {dense}"
+            )
         mlps = {"gate_proj", "up_proj", "down_proj"}
         if self.num_experts and self.lora and (odd := mlps & {*self.lora.targets}):
             raise ValueError(f"adapters of experts are unsupported: lora.targets has {sorted(odd)}")
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers with experts."""
+        return [
+            i for i in range(self.num_layers) if self.num_experts and i not in self.dense_layers
+        ]
 
 
 class KVCache(NamedTuple):
@@ -169,17 +184,18 @@ class Transformer(nnx.Module):
           given: of a model with experts, its tokens and, perhaps, their experts; None: all count.
 
         Returns:
-          [B, T, D] in the compute dtype, after the final norm, and `experts.Routing` [L, …], None without experts.
+          [B, T, D] in the compute dtype, after the final norm, and `experts.Routing` [L, …] of the layers with
+          experts, None without.
         """
         graphdef, blocks = nnx.split(self.blocks)
         of_layer = self._layers(positions_BT, ids)
         given = self._given(tokens_BT, given)
-        layers = (blocks, self._windows(), given and given.routes)
+        layers = (blocks, self._windows(), given and given.of_layers)
 
         def layer(x_BTD, own):
-            block, window, routes = own
+            block, window, of_experts = own
             block = nnx.map_state(self._gathered, block)
-            of_tokens = given and given._replace(routes=routes)
+            of_tokens = given and given._replace(**of_experts)
             x_BTD, _, routing = nnx.merge(graphdef, block)(
                 x_BTD, *of_layer(window), attend, of_tokens
             )
@@ -218,6 +234,8 @@ class Transformer(nnx.Module):
             x_BTD, part = jax.lax.scan(remat(constant_layer), x_BTD, above)
             parts.append(part)
         routing = jax.tree.map(lambda *parts: jnp.concatenate(parts), *parts)
+        if self.config.dense_layers:
+            routing = jax.tree.map(lambda x: x[np.array(self.config.expert_layers)], routing)
         return self.final_norm(x_BTD), routing
 
     def prefill(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention, given=None):
@@ -231,13 +249,14 @@ class Transformer(nnx.Module):
         given = self._given(tokens_BT, given)
 
         def layer(x_BTD, own):
-            block, window = own
+            block, window, of_experts = own
             x_BTD, cache, routing = nnx.merge(graphdef, block)(
-                x_BTD, *of_layer(window), attend, given
+                x_BTD, *of_layer(window), attend, given and given._replace(**of_experts)
             )
             return x_BTD, cache._replace(routes=routing and routing.routes)
 
-        x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
+        layers = (blocks, self._windows(), given and given.of_layers)
+        x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), layers)
         return self.final_norm(x_BTD), cache
 
     def layers_apart(self) -> list["Block"]:
@@ -282,7 +301,7 @@ class Transformer(nnx.Module):
         if given is not None and counts_B is not None:
             given = given._replace(counts=counts_B[:, None])
 
-        def layer(x_B1D, block, window, cache, index):
+        def layer(x_B1D, block, window, of_experts, cache, index):
             rope, _ = of_layer(window)
             q, new_k, new_v = block.project(x_B1D, rope)
             k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
@@ -291,7 +310,8 @@ class Transformer(nnx.Module):
             if window is not None:
                 seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
             attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
-            x_B1D, routing = block.finish(x_B1D, attended, given)
+            own = given and given._replace(**of_experts)
+            x_B1D, routing = block.finish(x_B1D, attended, own)
             routes = cache.routes
             if routing is not None:
                 routes = routes.at[*index, rows[:, 0], positions_B].set(routing.routes[:, 0])
@@ -302,8 +322,9 @@ class Transformer(nnx.Module):
             windows, apart = self.config.windows or [None] * len(layers), []
             routes = cache.routes or [None] * len(layers)
             of_layers = zip(layers, windows, cache.k, cache.v, routes, strict=True)
-            for block, window, *own in of_layers:
-                x_B1D, own = layer(x_B1D, block, window, KVCache(*own), ())
+            for i, (block, window, *own) in enumerate(of_layers):
+                of_experts = given and jax.tree.map(lambda x: x[i], given.of_layers)  # noqa: B023
+                x_B1D, own = layer(x_B1D, block, window, of_experts, KVCache(*own), ())
                 apart.append(own)
             k, v, routes = zip(*apart, strict=True)
             cache = KVCache(k, v, routes if cache.routes else None)
@@ -312,10 +333,11 @@ class Transformer(nnx.Module):
 
             # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
             def indexed(carry, indexed_block):
-                index, block, window = indexed_block
-                return layer(carry[0], nnx.merge(graphdef, block), window, carry[1], (index,)), None
+                index, block, *own = indexed_block
+                return layer(carry[0], nnx.merge(graphdef, block), *own, carry[1], (index,)), None
 
-            indexed_blocks = (jnp.arange(self.config.num_layers), blocks, self._windows())
+            indexes = jnp.arange(self.config.num_layers)
+            indexed_blocks = (indexes, blocks, self._windows(), given and given.of_layers)
             (x_B1D, cache), _ = jax.lax.scan(indexed, (x_B1D, cache), indexed_blocks)
         return self.final_norm(x_B1D)[:, 0], cache
 
@@ -362,7 +384,11 @@ class Transformer(nnx.Module):
         if not self.config.num_experts:
             return None
         ones = jnp.ones_like(tokens_BT)
-        return given or experts.Given(ones > 0, ones)
+        given = given or experts.Given(ones > 0, ones)
+        if not self.config.dense_layers:
+            return given
+        has_experts = np.isin(np.arange(self.config.num_layers), self.config.expert_layers)
+        return given._replace(has_experts=jnp.asarray(has_experts))
 
     def _gathered(self, path, param):
         dtype = "float32" if path[-1] == "router_kernel" else self.config.dtype
@@ -466,7 +492,7 @@ class Block(nnx.Module):
         if config.num_experts:
             activation = FAMILIES[config.family].activation
             self.experts = experts.Experts(config, activation, rngs=rngs)
-        else:
+        if config.dense_layers or not config.num_experts:
             self.gate = _linear(D, F, config, rngs)
             self.up = _linear(D, F, config, rngs)
             self.down = _linear(F, D, config, rngs)
@@ -510,15 +536,25 @@ class Block(nnx.Module):
         """
         B, T, _ = x_BTD.shape
         attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
-        activation = FAMILIES[self.config.family].activation
         x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, self.output(attended_ND))
         y_ND, routing = self.mlp_norm(x_ND), None
-        if self.config.num_experts:
+        if not self.config.num_experts:
+            y_ND = self._mlp(y_ND)
+        elif given.has_experts is None:
             y_ND, routing = self.experts(y_ND, given, (B, T))
         else:
-            y_ND = self.down(activation(self.gate(y_ND)) * self.up(y_ND))
+            y_ND, routing = jax.lax.cond(
+                given.has_experts,
+                lambda x_ND: self.experts(x_ND, given, (B, T)),
+                lambda x_ND: (self._mlp(x_ND), experts.no_routing(self.config, given)),
+                y_ND,
+            )
         x_ND += _normed(self.mlp_post_norm, y_ND)
         return axes.in_rows(x_ND, B, T), routing
+
+    def _mlp(self, x_ND):
+        activation = FAMILIES[self.config.family].activation
+        return self.down(activation(self.gate(x_ND)) * self.up(x_ND))
 
 
 def _norm(dim, config):

@@ -100,10 +100,14 @@ def test_without_replay_the_router_decides_and_is_compared_with_the_record():
     found = accumulated([_with(batch, others)], made, config=CONFIG)
     live = accumulated([_with(batch, np.full_like(others, UNKNOWN))], made, config=CONFIG)
     np.testing.assert_array_equal(flat(found.grads), flat(live.grads))
+    others[::2] = UNKNOWN
+    half = _metrics(accumulated([_with(batch, others)], made, config=CONFIG))
     found, live = _metrics(found), _metrics(live)
     assert found["experts/load"] == live["experts/load"]
     assert (found["experts/routes_known"], live["experts/routes_known"]) == (1, 0)
     assert found["experts/routes_differ"] > 0.5 and live["experts/routes_differ"] == 0
+    # Those that are not known count nowhere.
+    assert half["experts/routes_known"] < 0.6 and half["experts/routes_differ"] > 0.5
 
 
 def test_anchor_and_reference_replay_the_routes_too():
@@ -167,15 +171,20 @@ def test_the_balance_moves_the_router_towards_even_use():
         pytest.param(dict(expert=2, context=2, mesh_shape=(2, 1, 1)), marks=pytest.mark.long),
     ],
 )
-def test_devices_with_experts_of_their_own_compute_what_one_computes(shape):
+@pytest.mark.parametrize("dense_layers", [(), (0,)], ids=["", "mixed"])
+def test_devices_with_experts_of_their_own_compute_what_one_computes(shape, dense_layers):
+    config = dataclasses.replace(CONFIG, dense_layers=dense_layers, remat=bool(dense_layers))
     loss = dataclasses.replace(A3PO, router_balance=0.5)
     batch = _batch()
     routes = _other_routes(batch)
     routes[:, ::2] = UNKNOWN
     batch = _with(batch, routes)
-    expected = accumulated([batch], make(loss, config=CONFIG), config=CONFIG)
-    found = accumulated([batch], make(loss, config=CONFIG, **shape), config=CONFIG)
+    expected = accumulated([batch], make(loss, config=config), config=config)
+    found = accumulated([batch], make(loss, config=config, **shape), config=config)
     assert_same(found, expected, 1e-5)
+    for layer in dense_layers:
+        grads = found.grads["blocks"]["experts"]["up_kernel"][...][layer]
+        assert not np.asarray(grads).any()
 
 
 def test_a_balance_of_a_model_without_experts_is_refused():

@@ -231,6 +231,7 @@ def test_a_number_of_experts_that_the_axis_does_not_divide_is_refused():
     [
         (dict(num_experts=0), "num_experts must be ≥ 1 in family 'qwen3_moe', got 0"),
         (dict(family="llama"), "num_experts must be 0 in family 'llama', got 8"),
+        (dict(dense_layers=(0, 1)), r"dense_layers must be .* some of 2 layers .* got \(0, 1\)"),
         (dict(experts_per_token=9), r"experts_per_token must be in \[1, num_experts\], got 9 of 8"),
         (
             dict(lora=lora.LoRA(rank=1, alpha=1.0, targets=("q_proj", "up_proj"))),

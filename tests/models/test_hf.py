@@ -42,6 +42,8 @@ QWEN3_MOE = dict(
     head_dim=8,
     norm_topk_prob=True,
 )
+# Experts in the last two of five layers whose number is even, counted from 1.
+MIXED = QWEN3_MOE | dict(num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1])
 MIXTRAL = dict(num_local_experts=4, num_experts_per_tok=2)
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 40))
@@ -109,6 +111,8 @@ EXPERTS = dataclasses.replace(
     norm_topk=False,
 )
 
+SPARSE = dataclasses.replace(EXPERTS, dense_layers=(1,))
+
 
 def _random_params(config):
     rng = np.random.default_rng(1)
@@ -147,6 +151,7 @@ AS_MIXTRAL = dict(
         ("Gemma3Text", GEMMA3 | dict(rope_scaling=dict(rope_type="linear", factor=8.0))),
         ("Qwen3Moe", QWEN3_MOE),
         ("Qwen3Moe", QWEN3_MOE | dict(num_experts_per_tok=3, norm_topk_prob=False)),
+        ("Qwen3Moe", MIXED),
         ("Mixtral", MIXTRAL | dict(sliding_window=8)),
     ],
 )
@@ -229,6 +234,7 @@ MISTRAL = dict(windows=(8, 8), rope_scaling=transformer.YarnScaling(4.0, 16, 32,
         dict(num_heads=3, num_kv_heads=3, head_dim=4),
         dict(num_heads=3, num_kv_heads=3, head_dim=4, qk_norm=True),
         AS_EXPERTS,
+        AS_EXPERTS | dict(dense_layers=(1,)),
         AS_MIXTRAL,
     ],
 )
@@ -257,7 +263,7 @@ def test_a_sharded_bfloat16_checkpoint_is_read(tmp_path):
         WINDOWED,
         WINDOWED | dict(windows=(), query_scalar=0, rope_scaling=None, local_rope_theta=2e4),
         MISTRAL,
-        AS_EXPERTS,
+        AS_EXPERTS | dict(dense_layers=(0,)),
         AS_MIXTRAL,
     ],
 )
@@ -469,8 +475,8 @@ def test_what_no_architecture_of_a_family_has_is_refused(fields, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2 is unsupported, only 1"),
-        ({"mlp_only_layers": [0]}, r"mlp_only_layers \[0\] is unsupported, only \[\]"),
+        ({"decoder_sparse_step": 3}, r"decoder_sparse_step 3 is not in \[1, 2\]"),
+        ({"mlp_only_layers": [0, 1]}, r"mlp_only_layers \[0, 1\] leave no layer with experts"),
         ({"shared_expert_intermediate_size": 24}, "shared_expert_intermediate_size 24: shared exp"),
         ({"num_experts": None}, "num_experts is missing"),
         ({"attention_bias": True}, "attention_bias .* qwen3_moe"),
@@ -534,7 +540,7 @@ def test_tensors_that_do_not_fit_are_named(name, change, message):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [LLAMA, TIED, EXPERTS], ids=["untied", "tied", "qwen3_moe"])
+@pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["untied", "tied", "qwen3_moe"])
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 8, 1), (1, 1, 1)])
 def test_a_mesh_reads_each_part_once_and_has_the_same_parameters(
     mesh_shape, config, dtype, tmp_path, monkeypatch

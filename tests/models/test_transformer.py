@@ -36,10 +36,11 @@ MISTRAL = dataclasses.replace(
 MOE = dataclasses.replace(
     QWEN3, family="qwen3_moe", num_experts=6, experts_per_token=2, expert_mlp_dim=12
 )
+MIXED = dataclasses.replace(MOE, dense_layers=(1,))
 each_architecture = pytest.mark.parametrize(
     "config",
-    [LLAMA, QWEN2, QWEN3, GEMMA3, MOE],
-    ids=["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe"],
+    [LLAMA, QWEN2, QWEN3, GEMMA3, MOE, MIXED],
+    ids=["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixed"],
 )
 
 
@@ -78,8 +79,8 @@ def _row(segment_ids):
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, QWEN2, QWEN3, GEMMA3, MISTRAL, MOE],
-    ids=["llama", "qwen2", "qwen3", "gemma3", "mistral", "qwen3_moe"],
+    [LLAMA, QWEN2, QWEN3, GEMMA3, MISTRAL, MOE, MIXED],
+    ids=["llama", "qwen2", "qwen3", "gemma3", "mistral", "qwen3_moe", "mixed"],
 )
 def test_decoding_token_by_token_equals_the_whole_row(config):
     # Two rows with prompts of 5 and 3 tokens: the rows stand at different positions, and what the
@@ -99,8 +100,10 @@ def test_decoding_token_by_token_equals_the_whole_row(config):
         np.testing.assert_allclose(hidden, whole[rows, now], atol=1e-5)
     if config.num_experts:
         _, routing = _routed(model, tokens, positions, ids)
-        np.testing.assert_array_equal(cache.routes[:, 0], routing.routes[:, 0])
-        np.testing.assert_array_equal(cache.routes[:, 1, : S - 2], routing.routes[:, 1, : S - 2])
+        routes = np.asarray(cache.routes)[config.expert_layers]
+        np.testing.assert_array_equal(routes[:, 0], routing.routes[:, 0])
+        np.testing.assert_array_equal(routes[:, 1, : S - 2], routing.routes[:, 1, : S - 2])
+        assert (np.asarray(cache.routes)[list(config.dense_layers), :, : S - 2] == 255).all()
 
 
 def test_prefill_equals_the_call_and_keeps_every_layer():

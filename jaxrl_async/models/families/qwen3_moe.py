@@ -21,7 +21,13 @@ def _read(hf):
         "experts_per_token": hf["num_experts_per_tok"],
         "expert_mlp_dim": hf["moe_intermediate_size"],
         "norm_topk": hf.get("norm_topk_prob", False),
+        "dense_layers": _dense_layers(hf),
     }
+
+
+def _dense_layers(hf):
+    step, listed = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    return tuple(i for i in range(hf["num_hidden_layers"]) if i in listed or (i + 1) % step)
 
 
 def _write(config):
@@ -38,18 +44,18 @@ def _write(config):
         "moe_intermediate_size": config.expert_mlp_dim,
         "norm_topk_prob": config.norm_topk,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(config.dense_layers),
     }
 
 
 def _refused(hf):
     if not num_experts(hf):
         yield "num_experts is missing"
-    # Layers are stacked, so all of them have experts, or none.
-    if (every := hf.get("decoder_sparse_step", 1)) != 1:
-        yield f"decoder_sparse_step {every} is unsupported, only 1 is: every layer has experts"
-    if layers := hf.get("mlp_only_layers"):
-        yield f"mlp_only_layers {layers} is unsupported, only [] is: every layer has experts"
+    step, num_layers = hf.get("decoder_sparse_step", 1), hf["num_hidden_layers"]
+    if not 1 <= step <= num_layers:
+        yield f"decoder_sparse_step {step} is not in [1, {num_layers}], num_hidden_layers"
+    elif len(_dense_layers(hf)) == num_layers:
+        yield f"mlp_only_layers {hf['mlp_only_layers']} leave no layer with experts"
     yield from refused_experts(hf)
     yield from llama.FAMILY.refused(hf)
 
