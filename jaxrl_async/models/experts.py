@@ -217,18 +217,11 @@ def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
 
 def _product(block, x_RD, kernel_EDF, sizes_E, transposed=False):
     """`grouped_dot`; of `transposed` kernels, [E, F, D]."""
-
-    def plain(way):
-        def call(x_RD, kernel, sizes_E):
-            return way(x_RD, kernel.swapaxes(1, 2) if transposed else kernel, sizes_E)
-
-        return call
-
     return jax.lax.platform_dependent(
         *(x_RD, kernel_EDF, sizes_E),
-        cpu=plain(functools.partial(_by_blocks, block)),
+        cpu=functools.partial(_by_blocks, block, transposed=transposed),
         tpu=functools.partial(_by_megablox, transposed=transposed),
-        default=plain(_by_large_blocks),
+        default=functools.partial(_by_large_blocks, transposed=transposed),
     )
 
 
@@ -279,18 +272,19 @@ def _whole_tiles(rows):
     return jnp.pad(rows, ((0, -len(rows) % _TILE_ROWS), (0, 0)))
 
 
-def _by_blocks(block, x_RD, kernel_EDF, sizes_E):
+def _by_blocks(block, x_RD, kernel_EDF, sizes_E, transposed=False):
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
     experts, firsts, _, num = _blocks(block, len(x_RD), sizes_E)
 
     def visit(i, y_RF):
-        rows = jax.lax.dynamic_slice_in_dim(x_RD, firsts[i], block)
-        y = jnp.dot(rows, kernel_EDF[experts[i]], preferred_element_type=jnp.float32)
+        rows, kernel = jax.lax.dynamic_slice_in_dim(x_RD, firsts[i], block), kernel_EDF[experts[i]]
+        y = jax.lax.dot_general(rows, kernel, dimensions, preferred_element_type=jnp.float32)
         # The rows after the group's last are written again, by the next group or below.
         return jax.lax.dynamic_update_slice_in_dim(y_RF, y.astype(y_RF.dtype), firsts[i], 0)
 
-    zeros = jnp.zeros((len(x_RD), kernel_EDF.shape[2]), x_RD.dtype)
+    zeros = jnp.zeros((len(x_RD), kernel_EDF.shape[1 if transposed else 2]), x_RD.dtype)
     y_RF = jax.lax.fori_loop(0, num, visit, zeros)
-    return jnp.where((jnp.arange(len(x_RD)) < sizes_E.sum())[:, None], y_RF, 0)
+    return jax.lax.dynamic_update_slice_in_dim(y_RF, zeros[:block], sizes_E.sum(), 0)
 
 
 def _kernel_gradient_by_blocks(block, x_RD, g_RF, sizes_E):
@@ -306,10 +300,10 @@ def _kernel_gradient_by_blocks(block, x_RD, g_RF, sizes_E):
     return jax.lax.fori_loop(0, num, visit, zeros).astype(x_RD.dtype)
 
 
-def _by_large_blocks(x_RD, kernel_EDF, sizes_E):
+def _by_large_blocks(x_RD, kernel_EDF, sizes_E, transposed=False):
     block = _block(len(x_RD), len(sizes_E), _MAX_GPU_BLOCK)
-    padding = ((0, block), (0, 0))
-    return _by_blocks(block, jnp.pad(x_RD, padding), kernel_EDF, sizes_E)[: len(x_RD)]
+    padded = jnp.pad(x_RD, ((0, block), (0, 0)))
+    return _by_blocks(block, padded, kernel_EDF, sizes_E, transposed)[: len(x_RD)]
 
 
 def _kernel_gradient_by_large_blocks(x_RD, g_RF, sizes_E):
