@@ -25,7 +25,7 @@ def get_config(arg: str = ""):
     if c.model.path:
         c.model.path = "checkpoints/SmolLM2-8x135M"
     c.supervisor.processes = "one"
-    c.learner.update(optimizer="adafactor", learning_rate=3e-5)
+    c.learner.update(optimizer="adafactor", learning_rate=2e-5, warmup_updates=0, num_minibatches=1)
     # Cores that other programs use as well answer slowly.
     c.rollout.request_timeout_secs = 300.0
     c.weights.push_every_steps = 1
