@@ -443,12 +443,17 @@ def _of_shapes(s: Settings) -> Iterator[str]:
         longest = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
         yield f"{longest} exceeds {' and '.join(exceeded)}"
     row_shards = learner.row_shards
+    slices = "learner.slices · " if learner.slices > 1 else ""
     expert = " · learner.expert" if learner.expert > 1 else ""
-    shards = f"learner.data · learner.fsdp{expert} = {row_shards}"
+    shards = f"{slices}learner.data · learner.fsdp{expert} = {row_shards}"
     if learner.microbatch_rows % row_shards:
         yield f"{_is(s, 'learner.microbatch_rows')} must be a multiple of {shards}"
     if row_shards % learner.num_processes:  # Each has rows of its own.
         yield f"{shards} must be a multiple of {_is(s, 'learner.num_processes')}"
+    few, many = sorted((learner.slices, learner.num_processes))
+    if many % few:
+        which = f"{_is(s, 'learner.num_processes')} must be a multiple or a divisor"
+        yield f"{which} of {_is(s, 'learner.slices')}"
     warmed = ["warm_start.row_tokens"] if warm_start.num_steps else []
     for key in ["learner.row_tokens", *warmed]:
         if _value(s, key) % learner.context:

@@ -341,6 +341,8 @@ class Learner:
     head_chunk_tokens: int = setting(0, "Columns of a microbatch whose logits exist at a time; 0 for all.", at_least=0)
     num_processes: int = setting(1, "Processes of the learner, each with its part of the devices and of every "
         "minibatch.", at_least=1)
+    slices: int = setting(1, "Slices, or groups of processes, each with whole parameters and its part of the rows; "
+        "they sum their gradients once an update.", at_least=1, unit="slices", since="0.2.0")
     data: int = setting(1, "Size of the mesh axis that divides rows alone.", at_least=1, unit="devices")
     fsdp: int = setting(1, "Size of the mesh axis that divides rows and parameters.", at_least=1, unit="devices")
     expert: int = setting(1, "Size of the mesh axis that divides rows and experts, a divisor of their number; the "
@@ -396,8 +398,8 @@ class Learner:
 
     @property
     def row_shards(self) -> int:
-        """The devices that divide the rows of a microbatch: data · fsdp · expert."""
-        return self.data * self.fsdp * self.expert
+        """The devices that divide the rows of a microbatch: slices · data · fsdp · expert."""
+        return self.slices * self.data * self.fsdp * self.expert
 
 
 @dataclasses.dataclass(frozen=True)

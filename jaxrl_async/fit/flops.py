@@ -56,7 +56,7 @@ def _of_equation(equation, kernels_alone, grouped_share) -> float:
     if name == "scan":
         times = params["length"]
     elif name == "shard_map":  # The inner program is that of one device.
-        times = params["mesh"].size
+        times = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     elif name == "pallas_call":
         times = _blocks_of_kernel(params)
     return times * sum(counts)

@@ -28,6 +28,9 @@ _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[[^\]]*\] \{[^}]*\}|\{[\d,{}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
 )
+# The TPU's compiler hands transfers between slices to its runtime on the hosts: a send, and a recv of the result.
+_BETWEEN_SLICES = re.compile(r" (send|recv|recv-done)\((?:%?([\w.\-]+)).*\"xla_megascale_runtime\"")
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 # What the TPU's compiler writes for some fusions (scatters it offloads) is the largest number of 64 bits.
 _SATURATED = 1 << 62
 
@@ -157,7 +160,15 @@ def _steps(computations: dict[str, list[str]], name: str, num_devices: int) -> I
     ends = any('"AsyncCollectiveDone"' in line for line in lines)
     # A TPU's fusion that computes during a transfer shows it again, and so does the one that ends it.
     again = name.startswith("async_collective_fusion") or ends
+    keys = {}  # of what is received from other slices
     for line in lines:
+        if between := _BETWEEN_SLICES.search(line):
+            if between[1] == "send":
+                yield _sent(line, num_devices)
+            elif between[1] == "recv":
+                keys[_INSTRUCTION.match(line)[1]] = _RENDEZVOUS.search(line)[1]
+            else:
+                yield Done(keys[between[2]])
         if operation := _OPERATION.search(line):
             kind, suffix, operand = operation[1], operation[2] or "", operation[3] or ""
             channel = re.search(r"channel_id=\d+", line)
@@ -196,6 +207,21 @@ def _steps(computations: dict[str, list[str]], name: str, num_devices: int) -> I
                 if not fused or any(_OPERATION.search(x) or _KERNEL.search(x) for x in lines_of):
                     yield from _steps(computations, callee, num_devices)
         yield from _computed(line)
+
+
+def _sent(line: str, num_devices: int) -> Transfer:
+    """A transfer between the devices of one place in all slices. The text is of one slice."""
+    slices = re.search(r'_xla_megascale_target="\{([^}]*)\}', line)[1]
+    bounds = ([int(n) for n in part.split(":")] for part in slices.split(","))
+    num_slices = sum(bound[-1] - bound[0] + 1 for bound in bounds)
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', line)[1].lower().replace("_", "-")
+    groups = _rows(np.arange(num_slices * num_devices).reshape(num_slices, -1).T)
+    size = _array_bytes(_ARRAY.search(line)[0])
+    if kind == "all-gather":
+        size *= num_slices
+    elif kind not in KINDS:
+        kind, groups = "collective-permute", tuple(group[:2] for group in groups)
+    return Transfer(kind, size, groups, _RENDEZVOUS.search(line)[1], True)
 
 
 def _computed(line: str) -> Iterator[Compute]:

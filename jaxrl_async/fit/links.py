@@ -15,6 +15,7 @@ from jaxrl_async.fit.targets import Chip
 
 SHARES = (1.0, 0.5)  # of a published rate: the two ends of a range
 Link = tuple[int, int, int]  # from a device along an axis, up (1) or down (-1)
+_NETWORK: Link = (-1, 0, 0)  # between slices
 Waits = collections.defaultdict[tuple[str, bool], float]  # seconds, of kind and asynchronous
 
 
@@ -55,14 +56,16 @@ class Network:
         if transfer.kind == "collective-permute":
             return frozenset(self._loads(transfer.groups))
         group = transfer.groups[0] if transfer.groups else range(len(self.coords))
-        spanned = [axis for axis, *_ in self._axes(group)]
+        inside = self._inside(group)
+        spanned = [axis for axis, *_ in self._axes(inside)]
         everywhere = range(math.prod(self.shape))
-        return frozenset((i, axis, way) for i in everywhere for axis in spanned for way in (1, -1))
+        links = {(i, axis, way) for i in everywhere for axis in spanned for way in (1, -1)}
+        return frozenset(links | {_NETWORK} if len(inside) < len(group) else links)
 
     def _group(self, kind: str, num_bytes: int, group: Sequence[int]) -> float:
         sizes = collections.Counter(self.hosts[i] for i in group)
         within, n, m = min(sizes.values()), len(group), len(sizes)
-        inside = [i for i in group if self.hosts[i] == self.hosts[group[0]]]
+        inside = self._inside(group)
         passes = 2 if kind == "all-reduce" else 1
         if kind == "all-to-all":
             between = num_bytes * (m - 1) / m
@@ -73,6 +76,10 @@ class Network:
             ends = sum(w for *_, w in self._axes(inside)) or 1.0
             local = passes * num_bytes * (within - 1) / within / ends
         return max(local / self.chip.link_bandwidth, between / (self.chip.network_bandwidth or 1.0))
+
+    def _inside(self, group: Sequence[int]) -> list[int]:
+        """Those of the first one's slice or host."""
+        return [i for i in group if self.hosts[i] == self.hosts[group[0]]]
 
     def _axes(self, group: Sequence[int]) -> list[tuple[int, int, float]]:
         """Axis, length and ends of links, of each axis of the torus that a group spans."""

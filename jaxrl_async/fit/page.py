@@ -20,7 +20,7 @@ def text(fit: Fit) -> str:
     unit, divisor = ("GiB", GIB) if fit.needed_bytes >= GIB else ("MiB", 1 << 20)
     lines = [
         f"{fit.target.name}: {fit.target.num_devices} devices of {chip.memory_bytes / GIB:.1f} GiB · "
-        f"data {plan['data']} · fsdp {plan['fsdp']} · expert {plan['expert']} · "
+        f"slices {plan['slices']} · data {plan['data']} · fsdp {plan['fsdp']} · expert {plan['expert']} · "
         f"context {plan['context']} · tensor {plan['tensor']} · "
         f"{plan['microbatch_rows']} rows of {plan['row_tokens']:,} tokens · remat {plan['remat']}",
         *_engine(fit, unit, divisor),

@@ -1,6 +1,7 @@
 """Other plans for the same run: what would make it fit, and which fits best. Every one is compiled, none guessed."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator
 
@@ -61,20 +62,22 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
 def search(
     settings: Settings, config: ModelConfig, target: Target
 ) -> Iterator[tuple[str, Settings]]:
-    """Meshes, rows and remat that target and settings allow, with the flags that make them. Expert and context stay."""
+    """Meshes, rows and remat that target and settings allow, with the flags that make them. Expert and context stay,
+    and slices are the target's."""
     rows, context = settings.learner.microbatch_rows, settings.learner.context
-    expert = settings.learner.expert
+    expert, slices = settings.learner.expert, math.lcm(settings.learner.slices, target.num_slices)
     num_devices = target.num_devices - settings.server.devices
     for tensor in TENSORS:
         for data in (1, 2):
-            fsdp, rest = divmod(num_devices, data * expert * context * tensor)
+            fsdp, rest = divmod(num_devices, slices * data * expert * context * tensor)
             if rest or not fsdp or (data > 1 and fsdp == 1) or config.num_kv_heads % tensor:
                 continue
             for some in sorted({rows // 2, rows, rows * 2}):
-                if not some or some % (data * fsdp * expert):
+                if not some or some % (slices * data * fsdp * expert):
                     continue
                 for remat in (True, False):
                     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "microbatch_rows": some}
+                    mesh |= {"slices": slices} if slices != settings.learner.slices else {}
                     flags = [f"--config.learner.{name}={value}" for name, value in mesh.items()]
                     changed = _with(_with(settings, "learner", **mesh), "model", remat=remat)
                     yield " ".join([*flags, f"--config.model.remat={remat}"]), changed

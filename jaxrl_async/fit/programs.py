@@ -213,7 +213,14 @@ def check_plan(settings: Settings, target: Target) -> None:
       FitError: names the settings and the bound.
     """
     learner, kernel = settings.learner, settings.learner.attention_kernel
-    sizes = learner.data, learner.fsdp, learner.expert, learner.context, learner.tensor
+    sizes = (
+        learner.slices,
+        learner.data,
+        learner.fsdp,
+        learner.expert,
+        learner.context,
+        learner.tensor,
+    )
     taken = settings.server.devices
     num_devices = target.num_devices - taken
     if num_devices < 1:
@@ -221,11 +228,16 @@ def check_plan(settings: Settings, target: Target) -> None:
             f"server.devices = {taken} leaves the learner none of the {target.num_devices} devices "
             f"of {target.name}"
         )
+    if learner.slices % target.num_slices:
+        raise FitError(
+            f"learner.slices = {learner.slices} must be a multiple of {target.num_slices}, the slices of "
+            f"{target.name}: --config.learner.slices={target.num_slices}, or --search"
+        )
     if learner.num_devices != num_devices:
         needed = max(1, num_devices * learner.fsdp // learner.num_devices)
         beside = f" beside server.devices = {taken}" if taken else ""
         raise FitError(
-            f"learner.data · fsdp · expert · context · tensor = {' · '.join(map(str, sizes))} = "
+            f"learner.slices · data · fsdp · expert · context · tensor = {' · '.join(map(str, sizes))} = "
             f"{learner.num_devices}, and {target.name} has {num_devices} devices{beside}: "
             f"--config.learner.fsdp={needed}, or --search"
         )
@@ -280,12 +292,13 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     """Compiles the learner's programs for a target's `devices`; its mesh has all of them, less server.devices."""
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
-    mesh = mesh_of(learner, devices[: learner.num_devices])
     try:
+        mesh = mesh_of(learner, devices[: learner.num_devices])
         train_step = parts.train_step_of(settings, config, mesh)
-    except ValueError as error:  # of a kernel on a target that it is not written for
+    except ValueError as error:  # of a kernel on a target that it is not written for, or of slices
         raise FitError(f"{target.name}: {error}") from error
     plan = {
+        "slices": learner.slices,
         "data": learner.data,
         "fsdp": learner.fsdp,
         "expert": learner.expert,

@@ -44,6 +44,7 @@ class Target:
     chip: Chip
     num_devices: int
     topology: Mapping[str, Any]  # arguments of jax.experimental.topologies.get_topology_desc
+    num_slices: int = 1  # of TPUs, which a network joins
 
 
 def _gpu(
@@ -101,24 +102,28 @@ _SHAPES_V5P = {
     512: "4x8x8",
 }
 _GPUS_A_HOST = (1, 2, 4, 8)
+_MOST = 1024  # hosts of GPUs, or slices
 EXAMPLES = (
     *(f"{kind}-{n}" for kind in ("v5e", "v6e") for n in _SHAPES),
     *(f"v5p-{n}" for n in _SHAPES_V5P),
     *(f"{kind}-{n}" for kind in ("a100", "h100", "h200") for n in _GPUS_A_HOST),
+    *(f"{slices}x{kind}-16" for kind in ("v5e", "v6e", "v5p") for slices in (2, 4)),
     *(f"{hosts}x{kind}-8" for kind in ("a100", "h100", "h200") for hosts in (2, 4, 8, 16)),
 )
 
 
 def target_of(name: str) -> Target:
-    """The devices that a name stands for: "v5e-16" and the like, "h100-8", "2xh100-8" for two hosts.
+    """The devices that a name stands for: "v5e-16", "2xv5e-16" for two slices, "h100-8", "2xh100-8" for two hosts.
 
     Raises:
-      TargetError: unknown; names the nearest.
+      TargetError: unknown; names the nearest. Or so many hosts or slices that there are none.
     """
     found = re.fullmatch(r"(?:(\d+)x)?([a-z]\d+[a-z]?)-(\d+)", name)
     hosts, kind, count = (int(found[1] or 1), found[2], int(found[3])) if found else (0, "", 0)
     chip = CHIPS.get(kind)
-    if chip and chip.platform == "cuda" and count in _GPUS_A_HOST and 1 <= hosts <= 1024:
+    if chip and not 1 <= hosts <= _MOST:
+        raise TargetError(f"target {name!r}: slices or hosts must be in [1, {_MOST}], got {hosts}")
+    if chip and chip.platform == "cuda" and count in _GPUS_A_HOST:
         topology = {
             "topology_name": kind,
             "topology": f"1x{hosts}x{count}",
@@ -126,14 +131,16 @@ def target_of(name: str) -> Target:
         }
         return Target(name, chip, hosts * count, {"platform": "cuda"} | topology)
     shapes = _SHAPES_V5P if kind == "v5p" else _SHAPES
-    if chip and chip.platform == "tpu" and found[1] is None and count in shapes:
+    if chip and chip.platform == "tpu" and count in shapes:
         topology = {"topology_name": f"{'v5' if kind == 'v5p' else kind}:{shapes[count]}"}
         if kind == "v5p":
             topology["chip_config_name"] = "megacore"
         if count == 1:
             topology["chips_per_host_bounds"] = (1, 1, 1)
-        num_devices = count // 2 if kind == "v5p" else count
-        return Target(name, chip, num_devices, {"platform": "tpu"} | topology)
+        if hosts > 1:
+            topology["num_slices"] = hosts
+        num_devices = hosts * (count // 2 if kind == "v5p" else count)
+        return Target(name, chip, num_devices, {"platform": "tpu"} | topology, hosts)
     near = difflib.get_close_matches(name, EXAMPLES, n=3, cutoff=0.3)
     raise TargetError(
         f"unknown target {name!r}; the nearest: {', '.join(near) or ', '.join(CHIPS)}"

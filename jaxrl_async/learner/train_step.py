@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
@@ -60,6 +61,7 @@ class TrainState:
 class Accumulator:
     """Unnormalised sums over the microbatches of a minibatch. `accumulate` and `update` consume it."""
 
+    # Of several slices each array has one more axis, the first: what each slice has summed.
     grads: nnx.State  # float32, of the summed loss, by the block's parameters: `blocks.own`
     sums: jax.Array  # float32 [buckets, columns] of `Statistics`, over the original mask
     maxima: jax.Array  # float32 [columns] of `Statistics`, ≥ 0
@@ -110,7 +112,7 @@ class TrainStep:
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
         self._config, self._loss, self._optimizer = config, loss, optimizer
-        self._mesh = mesh
+        self._mesh, self._slices = mesh, mesh.shape[axes.SLICES]
         self._learner, self._temperature = learner, temperature
         self._scores_anchor = loss.needs_recompute and learner.num_minibatches > 1
         if loss.router_balance and not config.num_experts:
@@ -127,7 +129,7 @@ class TrainStep:
         self._device_lock = device_lock or contextlib.nullcontext
         self._one_at_a_time = device_lock is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
-        self._everywhere = everywhere = accumulator.sums
+        self._everywhere = everywhere = state.updates
         self._on_devices = state.opt_state
         if learner.offload_moments:
             in_host_memory = optax.tree_utils.tree_map_params(
@@ -157,7 +159,7 @@ class TrainStep:
         on_tpu = mesh.devices.flat[0].platform == "tpu"
         options = _TPU_OPTIONS if on_tpu else None
         self._score = jax.jit(
-            self._score_program,
+            self._by_slice(self._score_program, divided=(2,)),
             in_shardings=(state.params, frozen, rows),
             out_shardings=rows,
             compiler_options=options,
@@ -170,7 +172,7 @@ class TrainStep:
         )
         self._accumulate = [
             jax.jit(
-                self._accumulate_program,
+                self._by_slice(self._accumulate_program, divided=(3, 4, 5)),
                 in_shardings=(state.params, frozen, reference, own, rows, rows, everywhere),
                 out_shardings=own,
                 donate_argnums=3,
@@ -408,7 +410,36 @@ class TrainStep:
         params = transformer.abstract_trained(self._config)
         zeros = jax.tree.map(jnp.zeros_like, params)
         grads = blocks.own(zeros, self._blocks.cuts(params, block))
-        return Accumulator(grads, *self._statistics.zeros(), block)
+        accumulator = Accumulator(grads, *self._statistics.zeros(), block)
+        if self._slices == 1:
+            return accumulator
+        return jax.tree.map(lambda x: jnp.stack([x] * self._slices), accumulator)
+
+    def _by_slice(self, program, divided: tuple[int, ...]):
+        """A program that each slice runs on its part of these arguments; none waits for another's.
+
+        Microbatches and scores are divided by rows; of an accumulator a slice has its own.
+        """
+        if self._slices == 1:
+            return program
+
+        def of_slice(*args):
+            own = [
+                jax.tree.map(lambda x: x[0], a) if isinstance(a, Accumulator) else a for a in args
+            ]
+            found = program(*own)
+            return (
+                jax.tree.map(lambda x: x[None], found) if isinstance(found, Accumulator) else found
+            )
+
+        def run(*args):
+            whole, part = PartitionSpec(), PartitionSpec(axes.SLICES)
+            specs = tuple(part if i in divided else whole for i in range(len(args)))
+            names = frozenset([axes.SLICES])
+            divide = functools.partial(jax.shard_map, axis_names=names, check_vma=False)
+            return divide(of_slice, mesh=self._mesh, in_specs=specs, out_specs=part)(*args)
+
+        return run
 
     def _score_program(self, params, base, batch):
         return self._outputs(params, base, batch)[0]
@@ -452,6 +483,11 @@ class TrainStep:
         state = dataclasses.replace(rest, params=params)
         cuts = self._cuts_of_state(state, accumulator.block)
         own = blocks.own(state, cuts)
+        spent = accumulator
+        if self._slices > 1:  # The only sum over slices.
+            accumulator = dataclasses.replace(
+                jax.tree.map(lambda x: x.sum(0), spent), maxima=spent.maxima.max(0)
+            )
         denominator = self._statistics.denominator(accumulator.sums)
         loss = self._statistics.summed_loss(accumulator.sums) / denominator
         grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
@@ -479,7 +515,7 @@ class TrainStep:
         if self._learner.offload_moments:
             own = _move_moments(own, self._state_shardings.opt_state)
         state = blocks.put(state, own, cuts)
-        return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
+        return state, jax.tree.map(jnp.zeros_like, spent), metrics
 
     def _cuts_of_state(self, state, block):
         params = self._blocks.cuts(state.params, block)
@@ -566,6 +602,7 @@ def mesh_of(learner: Learner, devices=None) -> jax.sharding.Mesh:
         devices,
         context=learner.context,
         expert=learner.expert,
+        slices=learner.slices,
     )
 
 
@@ -575,7 +612,7 @@ def make_shardings(
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Accumulator]:
     """A NamedSharding for each array: optimizer state and gradients lie where their parameter lies."""
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    everywhere = jax.sharding.NamedSharding(mesh, PartitionSpec())
     abstract = transformer.abstract_trained(config)
     params = sharding.param_shardings(mesh, abstract)
     opt_state = map_state(
@@ -587,7 +624,13 @@ def make_shardings(
         params,
         otherwise=lambda _: everywhere,
     )
-    return TrainState(params, opt_state, everywhere), Accumulator(params, everywhere, everywhere)
+    accumulator = Accumulator(params, everywhere, everywhere)
+    if mesh.shape[axes.SLICES] > 1:
+        accumulator = jax.tree.map(
+            lambda own: jax.sharding.NamedSharding(mesh, PartitionSpec(axes.SLICES, *own.spec)),
+            accumulator,
+        )
+    return TrainState(params, opt_state, everywhere), accumulator
 
 
 def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -> nnx.State | None:

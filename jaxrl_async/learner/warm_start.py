@@ -116,12 +116,12 @@ def _programs(config, mesh, optimizer, head_chunk_tokens):
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    state, accumulator = train_step.make_shardings(config, mesh, optimizer)
+    state, _ = train_step.make_shardings(config, mesh, optimizer)
     init = jax.jit(optimizer.init, in_shardings=(state.params,), out_shardings=state.opt_state)
     return init, jax.jit(
         step,
         in_shardings=(state.params, state.opt_state, sharding.batch_sharding(mesh)),
-        out_shardings=(state.params, state.opt_state, accumulator.sums),
+        out_shardings=(state.params, state.opt_state, state.updates),
         donate_argnums=(0, 1),
     )
 

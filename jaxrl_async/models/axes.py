@@ -6,8 +6,9 @@ import math
 import jax
 import jax.numpy as jnp
 
-MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-ROWS = ("data", "fsdp", "expert")  # divide the rows of a batch
+SLICES = "slices"  # whole parts of the learner, each with its rows and its gradients, which an update sums
+MESH_AXES = (SLICES, "data", "fsdp", "expert", "context", "tensor")
+ROWS = ("data", "fsdp", "expert")  # divide the rows of a batch, within a slice
 COLUMNS = "context"  # divides a row's tokens
 SHARDS = ("fsdp", "expert", "context")  # divide parameters
 SHARDS_OF_EXPERTS = ("fsdp", "context")  # divide those of experts, beside the axis expert

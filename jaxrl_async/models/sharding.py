@@ -3,6 +3,7 @@
 Parameters carry no partition metadata; their paths are looked up in the table of `axes`.
 """
 
+import collections
 import math
 from typing import Any
 
@@ -15,9 +16,18 @@ from jaxrl_async.models import axes, lora, transformer
 
 
 def make_mesh(
-    data: int, fsdp: int, tensor: int, devices=None, *, context: int = 1, expert: int = 1
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices=None,
+    *,
+    context: int = 1,
+    expert: int = 1,
+    slices: int = 1,
 ) -> jax.sharding.Mesh:
-    """A mesh of the axes data, fsdp, expert, context and tensor.
+    """A mesh of the axes slices, data, fsdp, expert, context and tensor.
+
+    A slice is one of TPUs, or else a consecutive part of the processes' devices: the other axes lie within it.
 
     Args:
       data: number of ways to divide rows, with whole parameters.
@@ -26,20 +36,32 @@ def make_mesh(
       devices: the devices to use; None for all.
       context: number of ways to divide the tokens of a row, and parameters.
       expert: number of ways to divide rows, experts, and the other parameters.
+      slices: number of ways to divide rows first, with whole parameters, over a slower network.
 
     Raises:
-      ValueError: data · fsdp · expert · context · tensor is not the number of devices.
+      ValueError: slices · data · fsdp · expert · context · tensor is not the number of devices, or the devices are of
+        TPU slices that these are not parts of.
     """
     shape = (data, fsdp, expert, context, tensor)
     devices = jax.devices() if devices is None else devices
-    if math.prod(shape) != len(devices):
+    size, names = math.prod(shape), axes.MESH_AXES
+    if slices * size != len(devices):
+        num, rest = divmod(len(devices), size)
+        remedy = f": learner.slices={num} takes them all" if num and not rest else ""
         raise ValueError(
-            f"data {data} × fsdp {fsdp} × expert {expert} × context {context} × tensor {tensor} = "
-            f"{math.prod(shape)} devices, but there are {len(devices)}"
+            f"slices {slices} × data {data} × fsdp {fsdp} × expert {expert} × context {context} × tensor {tensor} = "
+            f"{slices * size} devices, but there are {len(devices)}{remedy}"
         )
+    parts = _parts(devices, slices)
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
-    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
-    return jax.make_mesh(shape, axes.MESH_AXES, axis_types=axis_types, devices=devices)
+    axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+    meshes = [
+        jax.make_mesh((1, *shape), names, axis_types=axis_types, devices=part) for part in parts
+    ]
+    if slices == 1:
+        return meshes[0]
+    own = np.concatenate([mesh.devices for mesh in meshes])
+    return jax.sharding.Mesh(own, names, axis_types=axis_types)
 
 
 def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
@@ -54,8 +76,8 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows over data, fsdp and expert, their tokens over context."""
-    return NamedSharding(mesh, PartitionSpec(axes.ROWS, axes.COLUMNS))
+    """Rows over slices, data, fsdp and expert, their tokens over context."""
+    return NamedSharding(mesh, PartitionSpec((axes.SLICES, *axes.ROWS), axes.COLUMNS))
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -86,6 +108,23 @@ def init_adapters(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed
 
     shardings = param_shardings(mesh, transformer.abstract_trained(config))
     return jax.jit(init, out_shardings=shardings)()
+
+
+def _parts(devices, slices):
+    """The devices of each slice: of TPUs as their network is, else by processes."""
+
+    def slice_of(device):
+        return (getattr(device, "slice_index", None) or 0) if device.platform == "tpu" else 0
+
+    devices = sorted(devices, key=lambda device: (slice_of(device), device.process_index))
+    size = len(devices) // slices
+    found = collections.Counter(map(slice_of, devices))
+    if len(found) > 1 and any(num % size for num in found.values()):
+        raise ValueError(
+            f"the devices are of {len(found)} TPU slices of {', '.join(map(str, found.values()))}: with learner.slices "
+            f"= {slices} each must have a multiple of {size}"
+        )
+    return [devices[i * size : (i + 1) * size] for i in range(slices)]
 
 
 def _param_sharding(mesh, path, shape):

@@ -6,7 +6,7 @@ Three environments are supported, each with one layout:
                   workers; reward services, where there are any
     JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a
                   pod; reward services, where there are any, a job of JOBSET_REWARDS pods
-    a TPU slice   learner hosts; the config has the addresses of the others
+    TPU slices    learner hosts, of one slice or several; the config has the addresses of the others
 
 A pure function from a mapping to a `Place`. Reads no flags, settings, files or sockets.
 """
@@ -57,7 +57,8 @@ def place_of(environ: Mapping[str, str]) -> Place:
         return _slurm(environ)
     if "JOBSET_NAME" in environ:
         return _jobset(environ)
-    if environ.get("TPU_WORKER_HOSTNAMES", "").count(","):
+    slices = _number(environ, "MEGASCALE_NUM_SLICES", "1")
+    if environ.get("TPU_WORKER_HOSTNAMES", "").count(",") or slices > 1:
         return _tpu(environ)
     if _number(environ, "SLURM_NTASKS", "1") > 1:
         raise ClusterError(
@@ -179,9 +180,15 @@ def _jobset(environ: Mapping[str, str]) -> Place:
 
 
 def _tpu(environ: Mapping[str, str]) -> Place:
-    hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
-    index = _number(environ, "TPU_WORKER_ID")
-    return Place("learner", index, len(hosts), "", (), _coordinator(hosts))
+    # Of several slices each names its own hosts.
+    hosts = _value(environ, "TPU_WORKER_HOSTNAMES").split(",")
+    slices = _number(environ, "MEGASCALE_NUM_SLICES", "1")
+    index, all_hosts = _number(environ, "TPU_WORKER_ID"), hosts * slices
+    if slices > 1:
+        index += len(hosts) * _number(environ, "MEGASCALE_SLICE_ID")
+        first = _value(environ, "MEGASCALE_COORDINATOR_ADDRESS").partition(":")[0]
+        all_hosts = [first, *all_hosts[1:]]
+    return Place("learner", index, len(all_hosts), "", (), _coordinator(all_hosts))
 
 
 def _coordinator(hosts: Sequence[str]) -> str:

@@ -395,6 +395,14 @@ def test_a_value_of_another_type_is_refused():
             ["--config.server.addresses=('http://a:1','http://a:1')"],
             r"server.addresses .*twice.*http://a:1",
         ),
+        (
+            ["--config.learner.slices=2", "--config.learner.microbatch_rows=3"],
+            r"microbatch_rows = 3 must be a multiple of learner.slices · learner.data · learner.fsdp = 2",
+        ),
+        (
+            ["--config.learner.slices=2", "--config.learner.fsdp=3", "--config.learner.num_processes=3"],
+            r"learner.num_processes = 3 must be a multiple or a divisor of learner.slices = 2",
+        ),
         (["--config.learner.replay_routes=on"], r"replay_routes = 'on' needs a model with experts"),
         (["--config.learner.expert=2"], r"learner.expert = 2 needs a model with experts"),
         (

@@ -42,14 +42,23 @@ def test_names_stand_for_devices():
     assert target_of("v5e-16").num_devices == 16
     assert target_of("v5p-64").num_devices == 32  # The name counts cores.
     assert target_of("2xh100-8").topology["topology"] == "1x2x8"
+    two = target_of("2xv5e-16")
+    assert (two.num_devices, two.num_slices, two.topology["num_slices"]) == (32, 2, 2)
+    assert target_of("2xv5p-16").num_devices == 16 and target_of("v5e-16").num_slices == 1
     assert target_of("v5e-1").topology["chips_per_host_bounds"] == (1, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("v5e-15", "v5e-1"), ("h10-8", "h100-8"), ("2xv5e-8", "v5e-8"), ("", "v5e")]
+    ("name", "near"), [("v5e-15", "v5e-1"), ("h10-8", "h100-8"), ("2xv5e-9", "v5e-8"), ("", "v5e")]
 )
 def test_an_unknown_target_is_refused_with_the_nearest(name, near):
     with pytest.raises(TargetError, match=rf"unknown target '{name}'; the nearest: .*{near}"):
+        target_of(name)
+
+
+@pytest.mark.parametrize("name", ["0xv5e-16", "1025xv5e-16", "2000xh100-8"])
+def test_a_number_of_slices_that_there_are_not_is_refused(name):
+    with pytest.raises(TargetError, match=rf"'{name}': .*\[1, 1024\], got {name.split('x')[0]}$"):
         target_of(name)
 
 
@@ -549,6 +558,26 @@ def test_a_topology_without_published_links_is_not_charged_and_says_so():
     assert re.search(r"accumulate .* ≥0\.5 s +≤25%\n", shown)
 
 
+@TPU
+@pytest.mark.long
+def test_slices_of_tpus_exchange_each_devices_gradients_once_an_update():
+    fits = []
+    for name, changes in (("v5e-4", {}), ("2xv5e-4", {"slices": 2, "microbatch_rows": 8})):
+        target = target_of(name)
+        devices = programs.devices_of(target)
+        fits.append(programs.compile_run(settings_of(fsdp=4, **changes), CONFIG, target, devices))
+    (alone, _), (accumulate, update) = (fit.programs for fit in fits)
+    assert accumulate.flops == 2 * alone.flops and accumulate.kernel_flops == 2 * alone.kernel_flops
+    assert accumulate.wait_secs == pytest.approx(alone.wait_secs, rel=0.1)
+    num_bytes = sum(c.num_bytes for c in update.cost.collectives if c.asynchronous)
+    params = sum(x.size for x in jax.tree.leaves(transformer.abstract_params(CONFIG)))
+    assert num_bytes == pytest.approx(params, rel=0.02)  # Four bytes each, of a quarter of them.
+    # Twice a half of it by each chip's 25 Gb/s, less what the update computes meanwhile.
+    waits = params / 3.125e9
+    assert 0.7 * waits < update.wait_secs[0] <= 1.02 * waits
+    assert 2 * 0.85 * waits < update.wait_secs[1]
+
+
 def test_a_network_has_the_places_of_a_programs_devices():
     chips = [types.SimpleNamespace(coords=(x, y, 0)) for y in range(2) for x in range(4)]
     network = programs.network_of(target_of("v5e-8"), chips, chips[:0:-1])
@@ -615,15 +644,16 @@ def test_what_is_made_smaller_is_what_is_too_large():
     )
 
 
-@pytest.mark.parametrize("context", [1, 2])
-def test_a_search_has_plans_of_the_targets_size_alone(context):
-    target = target_of("v5e-8")
+@pytest.mark.parametrize(("name", "context"), [("v5e-8", 1), ("v5e-8", 2), ("2xv5e-4", 1)])
+def test_a_search_has_plans_of_the_targets_size_alone(name, context):
+    target = target_of(name)
     settings = settings_of(microbatch_rows=8, context=context)
     found = [s.learner for _, s in plans.search(settings, CONFIG, target)]
     assert found
     for learner in found:
         assert learner.num_devices == 8 and learner.context == context
-        assert learner.microbatch_rows % (learner.data * learner.fsdp) == 0
+        assert learner.slices == target.num_slices
+        assert learner.microbatch_rows % learner.row_shards == 0
         assert CONFIG.num_kv_heads % learner.tensor == 0
 
 
@@ -632,6 +662,10 @@ def test_a_search_has_plans_of_the_targets_size_alone(context):
     [
         (["--target=v5e-17"], "unknown target 'v5e-17'; the nearest: v5e-1"),
         (["--target=h100-8"], r"1 · 1 · 1 = 1, and h100-8 has 8 devices: --config.learner.fsdp=8"),
+        (
+            ["--target=2xv5e-4", "--config.learner.slices=3"],
+            "learner.slices = 3 must be a multiple of 2, the slices of 2xv5e-4: --config.learner.slices=2",
+        ),
         (
             [
                 "--target=h100-1",

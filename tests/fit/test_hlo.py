@@ -55,6 +55,38 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 """.replace("KERNEL", "operand_layout_constraints={bf16[2,8]{1,0}, s32[8]{0}}, x={}")
 
 
+def between_slices(kind, slices, send="f32[6]", receive="f32[6]"):
+    of = f'_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="{kind}.1"'
+    of += f',_xla_megascale_target="{slices}x{{0:1}}",_xla_megascale_transfer_type="{kind}"'
+    return f"""
+HloModule jit_f, is_scheduled=true, num_partitions=2
+
+ENTRY %main (a: f32[6]) -> f32[6] {{
+  %send.1 = ({send}{{0}}, u32[], token[]) send(%a, %t), channel_id=2, frontend_attributes={{{of}}}
+  %recv.7 = ({receive}{{0}}, u32[], token[]) recv(%t), channel_id=1, frontend_attributes={{{of}}}
+  %f = f32[4]{{0}} fusion(%b), calls=%x, backend_config={{"estimated_cycles":"100"}}
+  %send-done = token[] send-done(%send.1), frontend_attributes={{{of.partition(",")[0]}}}
+  ROOT %d = ({receive}{{0}}, token[]) recv-done(%recv.7), frontend_attributes={{{of.partition(",")[0]}}}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "slices", "expected", "num_bytes", "groups"),
+    [
+        ("ALL_REDUCE", "{1,2}", "all-reduce", 24, ((0, 2), (1, 3))),
+        ("ALL_GATHER", "{1:3}", "all-gather", 3 * 24, ((0, 2, 4), (1, 3, 5))),
+        ("ONE_TO_ONE", "{1,2:3}", "collective-permute", 24, ((0, 2), (1, 3))),
+    ],
+)
+def test_the_tpus_transfers_between_slices_go_on_beside_computation(
+    kind, slices, expected, num_bytes, groups
+):
+    sent = hlo.Transfer(expected, num_bytes, groups, f"{kind}.1", True)
+    schedule = hlo.schedule_of(between_slices(kind, slices))
+    assert schedule == (sent, hlo.Compute(100.0), hlo.Done(f"{kind}.1"))
+
+
 def test_a_schedule_is_in_the_order_of_the_text():
     pairs = ((0, 1), (2, 3))
     assert hlo.schedule_of(TEXT) == (

@@ -139,6 +139,18 @@ def test_transfers_on_the_same_links_go_one_after_the_other():
     assert put_off == {("all-gather", False): 2, ("all-gather", True): 2}
 
 
+def test_transfers_between_slices_go_one_after_the_other_beside_those_within_one():
+    slices = links.Network(CHIP, ((0, 0), (0, 1)) * 2, (0, 0, 1, 1), (1, 2))
+    # Half of 8 bytes, twice, by each adapter.
+    a, b = (hlo.Transfer("all-reduce", 8, ((0, 2), (1, 3)), key, True) for key in "ab")
+    ends = hlo.Done("a"), hlo.Done("b")
+    assert waits(a, *ends, network=slices) == {("all-reduce", True): 8 / 0.25}
+    assert waits(a, b, *ends, network=slices) == {("all-reduce", True): 2 * 8 / 0.25}
+    within = transfer(num_bytes=20)
+    found = waits(a, within, hlo.Compute(22.0), *ends, network=slices)
+    assert found == {("all-gather", False): 10, ("all-reduce", True): 0}
+
+
 def test_waits_of_a_loop_count_with_its_length():
     body = (transfer("a"), hlo.Compute(7.0), hlo.Done("a"))
     assert waits(hlo.Loop(body, 4)) == {("all-gather", True): 4 * 3}

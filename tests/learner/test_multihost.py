@@ -19,6 +19,7 @@ import safetensors.numpy
 from fixtures.learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
 from fixtures.learner_process import run as run_here
 from fixtures.models import tiny
+from fixtures.small_learner import flat
 from fixtures.tensors import read_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,9 +173,36 @@ def test_a_checkpoint_of_two_processes_resumes_on_four(resumed, two):
 
 
 @pytest.mark.long
-def test_four_processes_lose_what_one_does(learner, one, tmp_path):
-    outputs_of(learner(tmp_path, 4, (2, 2, 1)))
+@pytest.mark.parametrize("mesh", [(2, 2, 1), (1, 2, 1, 2)], ids=["one slice", "slices"])
+def test_four_processes_lose_what_one_does(mesh, learner, one, tmp_path):
+    outputs_of(learner(tmp_path, 4, mesh))
     assert_same_rows(rows_of(tmp_path), one[1])
+
+
+def params_of(directory, step):
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    checkpoints = Checkpoints(directory / "checkpoints", keep=10)
+    state, _ = checkpoints.restore(step, make_train_step(mesh).abstract_state())
+    return flat(state.params)
+
+
+def test_a_run_that_loses_a_slice_and_gets_it_back_ends_as_one_without(one, tmp_path):
+    for first, mesh in ((1, (1, 1, 1, 2)), (3, (1, 1, 1)), (5, (1, 1, 1, 2))):
+        rows = run_here(tmp_path, mesh_shape=mesh, first_step=first, num_steps=first + 1)
+        assert_same_rows(rows, one[1][first - 1 : first + 1])
+    np.testing.assert_allclose(params_of(tmp_path, 6), params_of(one[0], 6), atol=1e-5)
+
+
+@pytest.mark.long
+def test_processes_that_are_slices_lose_one_and_get_it_back(learner, one, tmp_path):
+    outputs_of(learner(tmp_path, 2, (1, 2, 1, 2)))
+    assert_same_rows(rows_of(tmp_path), one[1])
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    outputs_of(learner(tmp_path, 1, (1, 2, 1), first_step=4))
+    assert_same_rows(rows_of(tmp_path), one[1][3:])
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    outputs_of(learner(tmp_path, 2, (1, 2, 1, 2), first_step=4))
+    np.testing.assert_allclose(params_of(tmp_path, 6), params_of(one[0], 6), atol=1e-5)
 
 
 def test_a_version_of_two_processes_is_that_of_one_with_the_same_weights(two, tmp_path):

@@ -134,6 +134,21 @@ def test_a_host_of_a_tpu_slice_is_a_learner_process():
     assert place_of(environment) == Place("learner", 1, 2, "", (), "10.0.0.1:8476")
 
 
+SLICE = {
+    "TPU_WORKER_ID": "1",
+    "TPU_WORKER_HOSTNAMES": "c,d",
+    "MEGASCALE_NUM_SLICES": "3",
+    "MEGASCALE_SLICE_ID": "2",
+    "MEGASCALE_COORDINATOR_ADDRESS": "a:8080",
+}
+
+
+def test_hosts_of_several_tpu_slices_are_processes_of_one_learner():
+    assert place_of(SLICE) == Place("learner", 5, 6, "", (), "a:8476")
+    alone = SLICE | {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "c"}  # of slices of one host
+    assert place_of(alone) == Place("learner", 2, 3, "", (), "a:8476")
+
+
 @pytest.mark.parametrize(
     "environment", [{}, {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"}]
 )
@@ -160,6 +175,7 @@ def test_a_machine_alone_runs_all_roles(environment):
         ),
         (JOBSET | {"JOBSET_REPLICATED_JOB": "rewards", "JOBSET_REWARDS": "1"}, "JOBSET_REWARDS"),
         ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID"),
+        *((SLICE, name) for name in SLICE if name != "MEGASCALE_NUM_SLICES"),
     ],
 )  # fmt: skip
 def test_a_variable_that_is_missing_is_named(environment, variable):
