@@ -3,7 +3,6 @@
 Parameters carry no partition metadata; their paths are looked up in the table of `axes`.
 """
 
-import collections
 import math
 from typing import Any
 
@@ -27,7 +26,7 @@ def make_mesh(
 ) -> jax.sharding.Mesh:
     """A mesh of the axes slices, data, fsdp, expert, context and tensor.
 
-    A slice is one of TPUs, or else a consecutive part of the processes' devices: the other axes lie within it.
+    A slice is one of TPUs or a part of one, elsewhere a consecutive part of the devices: the other axes lie within it.
 
     Args:
       data: number of ways to divide rows, with whole parameters.
@@ -40,7 +39,7 @@ def make_mesh(
 
     Raises:
       ValueError: slices · data · fsdp · expert · context · tensor is not the number of devices, or the devices are of
-        TPU slices that these are not parts of.
+        TPU slices of several sizes, or of several that `slices` does not count.
     """
     shape = (data, fsdp, expert, context, tensor)
     devices = jax.devices() if devices is None else devices
@@ -52,16 +51,15 @@ def make_mesh(
             f"slices {slices} × data {data} × fsdp {fsdp} × expert {expert} × context {context} × tensor {tensor} = "
             f"{slices * size} devices, but there are {len(devices)}{remedy}"
         )
-    parts = _parts(devices, slices)
+    parts = _by_slice(devices, slices)
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
-    meshes = [
-        jax.make_mesh((1, *shape), names, axis_types=axis_types, devices=part) for part in parts
-    ]
-    if slices == 1:
+    own = (slices // len(parts), *shape)
+    meshes = [jax.make_mesh(own, names, axis_types=axis_types, devices=part) for part in parts]
+    if len(parts) == 1:
         return meshes[0]
-    own = np.concatenate([mesh.devices for mesh in meshes])
-    return jax.sharding.Mesh(own, names, axis_types=axis_types)
+    devices = np.concatenate([mesh.devices for mesh in meshes])
+    return jax.sharding.Mesh(devices, names, axis_types=axis_types)
 
 
 def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
@@ -110,21 +108,20 @@ def init_adapters(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed
     return jax.jit(init, out_shardings=shardings)()
 
 
-def _parts(devices, slices):
-    """The devices of each slice: of TPUs as their network is, else by processes."""
+def _by_slice(devices, slices):
+    """The devices of each slice of TPUs; all together elsewhere."""
 
     def slice_of(device):
         return (getattr(device, "slice_index", None) or 0) if device.platform == "tpu" else 0
 
-    devices = sorted(devices, key=lambda device: (slice_of(device), device.process_index))
-    size = len(devices) // slices
-    found = collections.Counter(map(slice_of, devices))
-    if len(found) > 1 and any(num % size for num in found.values()):
+    found = {i: [d for d in devices if slice_of(d) == i] for i in sorted({*map(slice_of, devices)})}
+    sizes = [len(part) for part in found.values()]
+    if slices % len(sizes) or len({*sizes}) > 1:
         raise ValueError(
-            f"the devices are of {len(found)} TPU slices of {', '.join(map(str, found.values()))}: with learner.slices "
-            f"= {slices} each must have a multiple of {size}"
+            f"the devices are of {len(sizes)} TPU slices, with {', '.join(map(str, sizes))}: they must be of one size, "
+            f"and learner.slices = {slices} a multiple of {len(sizes)}"
         )
-    return [devices[i * size : (i + 1) * size] for i in range(slices)]
+    return list(found.values())
 
 
 def _param_sharding(mesh, path, shape):

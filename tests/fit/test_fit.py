@@ -467,6 +467,7 @@ def an_engine(needed, **values) -> programs.Engine:
 def a_fit(name="v5e-4", needed=2 << 30, **values) -> programs.Fit:
     program = a_program("accumulate", needed)
     plan = {
+        "slices": 1,
         "data": 1,
         "fsdp": 4,
         "expert": 1,

@@ -1,7 +1,6 @@
 """Several slices compute what one device does: each sums its own gradients, and an update sums those of all."""
 
 import dataclasses
-import functools
 import types
 
 import jax
@@ -69,27 +68,26 @@ def test_only_an_update_joins_slices():
 
 
 def tpus(*slices):
-    return [types.SimpleNamespace(platform="tpu", slice_index=s, process_index=0) for s in slices]
+    return [types.SimpleNamespace(platform="tpu", slice_index=s) for s in slices]
 
 
-def test_a_mesh_takes_slices_of_tpus_as_they_are():
-    devices = tpus(1, 0, 1, 0)
-    for num, expected in ((2, [[0, 0], [1, 1]]), (4, [[0], [0], [1], [1]])):
-        parts = sharding._parts(devices, num)
-        assert [[device.slice_index for device in part] for part in parts] == expected
+@pytest.mark.parametrize("slices", [2, 4])
+def test_a_mesh_takes_slices_of_tpus_as_they_are(slices):
+    parts = sharding._by_slice(tpus(1, 0, 1, 0), slices)
+    assert [[device.slice_index for device in part] for part in parts] == [[0, 0], [1, 1]]
 
 
 @pytest.mark.parametrize(
     ("devices", "slices", "message"),
     [
-        (tpus(0, 0, 0, 1), 2, r"2 TPU slices of 3, 1: .*learner\.slices = 2 .* multiple of 2"),
-        (tpus(0, 0, 1, 1), 1, r"2 TPU slices of 2, 2: .*learner\.slices = 1 .* multiple of 4"),
+        (tpus(0, 0, 0, 1), 2, r"2 TPU slices, with 3, 1: they must be of one size"),
+        (tpus(0, 0, 1, 1), 1, r"2 TPU slices, with 2, 2: .*learner\.slices = 1 a multiple of 2"),
+        (tpus(0, 1, 2, 3), 2, r"4 TPU slices, with 1, 1, 1, 1: .*= 2 a multiple of 4"),
     ],
 )
 def test_slices_that_are_not_the_networks_are_refused(devices, slices, message):
-    make_mesh = functools.partial(sharding.make_mesh, 1, 4 // slices, 1, devices, slices=slices)
     with pytest.raises(ValueError, match=message):
-        make_mesh()
+        sharding.make_mesh(1, 4 // slices, 1, devices, slices=slices)
 
 
 @pytest.mark.parametrize(
