@@ -26,7 +26,10 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         config=True,
-        target=("", "v5e-1 … v5e-256, v6e-…, v5p-8 … v5p-512, a100-8, h100-8, 2xh100-8, h200-8 …"),
+        target=(
+            "",
+            "v5e-1 … v5e-256, v6e-…, v5p-8 … v5p-512, 2xv5e-16, a100-8, h100-8, 2xh100-8, h200-8 …",
+        ),
         search=(False, "try other meshes, rows and remat, and print the best three that fit"),
         out=("", "directory for fit.json and fit.html"),
         compare=(
