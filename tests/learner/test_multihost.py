@@ -327,21 +327,24 @@ def test_two_processes_replay_the_routes_of_a_mixture(axis, start, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_of_two_processes_goes_on_with_two_and_then_with_one(start, tmp_path):
+@pytest.mark.parametrize("axis", ["data", "slices"])
+def test_a_run_of_two_processes_goes_on_with_one_and_then_with_two(axis, start, tmp_path):
     workdir = tmp_path / "run"
-    for num_steps, num_processes in ((2, 2), (3, 2), (4, 1)):
+    for num_steps, num_processes in ((2, 2), (3, 2), (4, 1), (5, 2)):
+        size = num_processes if axis == "slices" else 2
         process = start(
             [
                 "-m", "jaxrl_async", "train", f"--workdir={workdir}", *SMOKE,
+                "--config.learner.data=1", f"--config.learner.{axis}={size}",
                 f"--config.learner.num_processes={num_processes}",
                 f"--config.learner.num_steps={num_steps}",
                 f"--resume={num_steps > 2}",
             ]
         )  # fmt: skip
         outputs_of([process])
-    assert [row["step"] for row in read_metrics(workdir)] == [1, 2, 3, 4]
-    position = json.loads((workdir / "checkpoints" / "4" / "position" / "metadata").read_text())
-    assert position["step"] == 4
+    assert [row["step"] for row in read_metrics(workdir)] == [1, 2, 3, 4, 5]
+    position = json.loads((workdir / "checkpoints" / "5" / "position" / "metadata").read_text())
+    assert position["step"] == 5
 
 
 def test_a_learner_process_that_dies_is_named_and_ends_the_run(start, tmp_path):
