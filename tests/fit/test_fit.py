@@ -664,8 +664,8 @@ def test_a_search_has_plans_of_the_targets_size_alone(name, context):
         (["--target=v5e-17"], "unknown target 'v5e-17'; the nearest: v5e-1"),
         (["--target=h100-8"], r"1 · 1 · 1 = 1, and h100-8 has 8 devices: --config.learner.fsdp=8"),
         (
-            ["--target=2xv5e-4", "--config.learner.slices=3"],
-            "learner.slices = 3 must be a multiple of 2, the slices of 2xv5e-4: --config.learner.slices=2",
+            ["--target=2xv5e-4"],
+            "learner.slices = 1 must be a multiple of 2, the slices of 2xv5e-4: --config.learner.slices=2",
         ),
         (
             [
