@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import pathlib
+import platform
 import re
 import secrets
 import threading
@@ -123,12 +124,18 @@ class Checkpoints:
             for unfinished in ocp.path.step.all_temporary_paths(self._directory):
                 unfinished.get().rmtree()
             if self._in_bucket:
-                self._owner = secrets.token_hex(8)
+                self._owner = f"{platform.node()} {secrets.token_hex(8)}"
                 (self._directory / OWNER).write_text(self._owner)
         self._writing: tuple[int, concurrent.futures.Future[Written]] | None = None
         self._failed = False
 
-    def save(self, step: int, state: Any, resume_point: dict[str, Any]) -> None:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        resume_point: dict[str, Any],
+        beside: Callable[[int], None] = lambda step: None,
+    ) -> None:
         """Copies the state after a step, and the point where a resumed queue starts; begins to write them.
 
         The state may be donated afterwards. Waits for the checkpoint before, if it is still being written.
@@ -137,26 +144,33 @@ class Checkpoints:
           step: the version that `state` holds.
           state: pytree of jax arrays.
           resume_point: JSON values, the queue's answer to Commit(step).
+          beside: called meanwhile with the step; the checkpoint counts once it has returned.
 
         Raises:
           CheckpointError: the checkpoint before was not written, or this one cannot be; names the step.
         """
         self.written(wait=True)
-        if self._owner and (self._directory / OWNER).read_text() != self._owner:
+        if self._owner and (owner := (self._directory / OWNER).read_text()) != self._owner:
             self._failed = True
             raise CheckpointError(
-                f"checkpoint {step} is not written: another learner has begun to write to {self._directory}"
+                f"checkpoint {step} is not written: another learner, of {owner.partition(' ')[0]}, has begun to write "
+                f"to {self._directory}"
             )
         start = time.monotonic()
         told = {"step": step, "position": _json_digest(resume_point)}
         shards = shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.
+
+        def table() -> dict[str, Any]:
+            beside(step)
+            return told | {"tensors": digests_of(shards)}
+
         try:
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
                     position=ocp.args.JsonSave(resume_point),
-                    digests=_Digests(lambda: told | {"tensors": digests_of(shards)}),
+                    digests=_Digests(table),
                 ),
             )
         except Exception as error:
@@ -189,6 +203,11 @@ class Checkpoints:
         except Exception as error:
             late = TimeoutError(f"no end within {WRITE_TIMEOUT_SECS:g} s")
             raise self._not_written(step, error if future.done() else late) from error
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, and leaves its error to `written`."""
+        if self._writing is not None:
+            concurrent.futures.wait([self._writing[1]], WRITE_TIMEOUT_SECS)
 
     def steps(self) -> list[int]:
         """The restorable steps, ascending; without one that is still being written."""

@@ -32,6 +32,9 @@ class FollowerQueue(LearnerQueue):
     def checkpointed(self, step: int) -> None:
         """Reports nothing; process 0 does."""
 
+    def snapshot(self, step: int) -> None:
+        """Asks for nothing; process 0 does."""
+
 
 class FollowerPublisher:
     """Writes this process's part of a version in a thread; the queue says when a version is published."""

@@ -29,6 +29,7 @@ from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 # Longest wait of one attempt at a lease: a stop of either process costs no more.
 LEASE_WAIT_SECS = 10.0
+SNAPSHOT_SECS = 3600.0  # bound on the upload of a copy of the journal
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
 LEAVE_SECS = 3.0  # deadline of `leave`: a process that ends has little time
 MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
@@ -242,6 +243,11 @@ class LearnerQueue:
     def checkpointed(self, step: int) -> None:
         """Reports the step of the oldest checkpoint: no learner will be restored before it."""
         self._calls.call("Checkpointed", self._own(pb.CheckpointedRequest(step=step)))
+
+    def snapshot(self, step: int) -> None:
+        """Puts a copy of the journal beside a checkpoint in a bucket; returns when it is there."""
+        request = self._own(pb.SnapshotRequest(step=step))
+        self._calls.call("Snapshot", request, SNAPSHOT_SECS)
 
     def publish_version(
         self,

@@ -117,7 +117,7 @@ _CHECKED = {
 
 _DELETED = (
     "deleted; only journal.keep = 'all' without a journal.max_bytes keeps the groups of steps before the oldest "
-    "checkpoint"
+    "checkpoint, on the machine where they were trained on"
 )
 _REMEDY = (
     "restore a copy of it, or move it away, with its -wal and -shm: a resumed run then goes on from its checkpoint "
@@ -403,6 +403,25 @@ class Journal:
             self._may_forget = self._max_bytes is not None
 
         await self._change(write)
+
+    async def snapshot(self, step: int) -> pathlib.Path:
+        """Writes a copy, from which a queue resumes at a committed step, to a file beside this one.
+
+        The copy has all rows but groups that no learner of that step will ask for: those of steps up to it.
+
+        Raises:
+          JournalError: it cannot be written.
+        """
+        path = self._path.with_name(f"{self._path.name}.snapshot")
+
+        def copy(c: sqlite3.Connection) -> None:
+            with _named(path):
+                path.unlink(missing_ok=True)
+                with contextlib.closing(_connect(path, isolation_level=None)) as into:
+                    _copy(c, into, step)
+
+        await self._put(copy)
+        return path
 
     async def flushed(self) -> None:
         """Returns after all earlier events are written."""
@@ -756,6 +775,30 @@ def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
         raise JournalError(f"journal {path} has no chunk {index} of step {step}")
     indexes = tuple(json.loads(row[1]))
     return FixedChunk(indexes, bool(row[0])), [_message(c, path, i) for i in indexes]
+
+
+def _copy(c: sqlite3.Connection, into: sqlite3.Connection, step: int) -> None:
+    """Copies a journal to an empty file, of the groups those of later steps, or that wait for one."""
+    for pragma in (f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL", "journal_mode = OFF"):
+        into.execute(f"PRAGMA {pragma}")
+    into.execute("BEGIN")
+    query = "SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'"
+    for (sql,) in c.execute(query):
+        into.execute(sql)
+    later = "SELECT value FROM chunks, json_each(prompt_indexes) WHERE step > :step"
+    waiting = f"SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN}"
+    where = {"groups": f" WHERE prompt_index IN ({later} UNION {waiting})"}
+    for table in (*_CHECKED, "groups"):
+        rows = c.execute(f"SELECT * FROM {table}{where.get(table, '')}", {"step": step})
+        marks = ", ".join("?" * len(rows.description))
+        into.executemany(f"INSERT INTO {table} VALUES ({marks})", rows)
+    (num_bytes,) = into.execute("SELECT COALESCE(SUM(LENGTH(message)), 0) FROM groups").fetchone()
+    for table, row in (
+        ("totals", ("message_bytes", num_bytes)),
+        ("meta", ("forgotten_step", json.dumps(step))),
+    ):
+        into.execute(f"INSERT OR REPLACE INTO {table} VALUES (?1, ?2, checksum_of(?1, ?2))", row)
+    into.execute("COMMIT")
 
 
 def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:

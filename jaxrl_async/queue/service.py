@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -150,6 +151,7 @@ class QueueService:
     max_tokens: int  # bound on a trajectory's length
     journal: Journal | None = None  # records the events; None for memory alone
     record: Record = NO_RECORD  # the choices that trajectories have
+    archive: Callable[[int, pathlib.Path], None] | None = None  # keeps a copy of the journal
     clock: Callable[[], float] = time.monotonic  # seconds
 
     def __post_init__(self):
@@ -395,6 +397,14 @@ class QueueService:
         if self.journal is not None:
             await self.journal.checkpointed(request.step)
         return pb.CheckpointedReply()
+
+    async def Snapshot(self, request: pb.SnapshotRequest) -> pb.SnapshotReply:
+        """Archives a copy of the journal, from which a queue resumes at the step of a checkpoint."""
+        self._check_generation(request)
+        if self.journal is not None and self.archive is not None:
+            path = await self.journal.snapshot(request.step)
+            await asyncio.to_thread(self.archive, request.step, path)
+        return pb.SnapshotReply()
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
         """Publishes a version, the table of servers, and at the first publication a resume point."""

@@ -227,6 +227,7 @@ class _Process:
         with contextlib.ExitStack() as stack:
             share = Share(**self._part, num_minibatches=settings.learner.num_minibatches)
             queue = stack.enter_context(links.queue(share))
+            stack.callback(self.checkpoints.settle)  # Its end may need the queue.
             identity = self._begin(queue)
             delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
             store = links.store(workdir, delay, identity)
@@ -364,6 +365,7 @@ class _Process:
             settings.checkpoint.grace_secs,
             in_background=settings.checkpoint.in_background,
             says=self.process == 0,
+            **({"snapshot": queue.snapshot} if settings.checkpoint.directory else {}),
         )
         # Nothing of a run leaves the learner before checkpoint 0 is on disk.
         saves.check(wait=True)
@@ -430,11 +432,12 @@ class Saves:
     _: dataclasses.KW_ONLY
     in_background: bool
     says: bool  # log once whether a checkpoint, at the rate of the first, fits into grace_secs
+    snapshot: Callable[[int], None] = lambda step: None  # puts a copy of the journal beside it
 
     def save(self, step: int, state: TrainState, resume_point: ResumePoint) -> None:
         """Begins to write a checkpoint, after the end of the one before, or writes it."""
         self.check(wait=True)
-        self.checkpoints.save(step, state, resume_point.to_json())
+        self.checkpoints.save(step, state, resume_point.to_json(), self.snapshot)
         if not self.in_background:
             self.check(wait=True)
 

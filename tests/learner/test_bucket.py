@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import platform
+import re
 import subprocess
 import sys
 import time
@@ -14,8 +16,10 @@ from orbax.checkpoint._src.path.atomicity_defaults import get_default_temporary_
 from orbax.checkpoint._src.serialization.tensorstore_utils import build_kvstore_tspec
 
 import jaxrl_async.learner.checkpoint  # noqa: F401  # It teaches orbax s3://.
+from jaxrl_async.queue.journal import DeletedError, JournalReader
 
 PROCESS = str(pathlib.Path(buckets.__file__).with_name("bucket_process.py"))
+TRAIN = ["-m", "jaxrl_async", "train", "--config=configs/quickstart.py:smoke,mode=sync"]
 S3 = pytest.param("s3", marks=pytest.mark.long)
 
 
@@ -77,8 +81,14 @@ def test_an_upload_that_was_killed_is_none_and_another_machine_resumes_from_the_
     done = buckets.run(environ, PROCESS, "read", place)
     assert done.returncode == 0, done.stderr
     # Compared with what was saved, and by its digests.
-    expected = {"steps": [0, 1, 2], "step": 2, "same": True, "position": {"step": 2}}
-    assert json.loads(done.stdout.splitlines()[-1]) == expected
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {
+        "steps": [0, 1, 2],
+        "step": 2,
+        "same": True,
+        "journal": 2,
+        "position": {"step": 2},
+    }
     assert "run/3/commit_success.txt" in buckets.names(environ, "run/3/")  # Saved anew, whole.
 
 
@@ -100,21 +110,16 @@ def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(e
 def test_of_two_learners_on_one_bucket_the_elder_stops(environ, place):
     done = buckets.run(environ, PROCESS, "two", place)
     assert (
-        f"checkpoint 5 is not written: another learner has begun to write to {place}" in done.stdout
+        f"checkpoint 5 is not written: another learner, of {platform.node()}, has begun to write to {place}"
+        in done.stdout
     )
 
 
 @pytest.mark.long
 def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, scheme, tmp_path):
     place = f"{scheme}://{buckets.BUCKET}/whole"
-    words = [
-        "-m",
-        "jaxrl_async",
-        "train",
-        "--config=configs/quickstart.py:smoke",
-        "--config.checkpoint.every_steps=2",
-    ]
-    words += [f"--config.checkpoint.directory={place}"]
+    train = [*TRAIN, "--config.checkpoint.every_steps=2"]
+    words = [*train, f"--config.checkpoint.directory={place}"]
     first = buckets.run(environ, *words, f"--workdir={tmp_path}/a", "--config.learner.num_steps=4")
     assert first.returncode == 0, first.stderr
     assert not (tmp_path / "a" / "checkpoints").exists()
@@ -130,8 +135,34 @@ def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, sch
     )
     resumed = buckets.run(environ, *elsewhere, "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    rows = [
-        json.loads(line)["step"]
-        for line in (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert rows == [5, 6]
+    lines = (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [5, 6]
+    a, b = (JournalReader(tmp_path / name / "journal.sqlite") for name in ("a", "b"))
+    assert b.steps() == [1, 2, 3, 4, 5, 6] and not any(b.audit().values())
+    assert b.run_epochs()[: len(a.run_epochs())] == a.run_epochs()
+    with pytest.raises(DeletedError):  # Trained before the checkpoint that it came with.
+        b.chunk(4, 0)
+    assert len(b.chunk(5, 0)[0]) and b.run_epochs()[-1] == (6, 0)
+    # Of a run that was never interrupted.
+    other = [*train, f"--config.checkpoint.directory={place}2", f"--workdir={tmp_path}/c"]
+    whole = buckets.run(environ, *other, "--config.learner.num_steps=6")
+    assert whole.returncode == 0, whole.stderr
+    assert digests(environ, scheme, "whole/6") == digests(environ, scheme, "whole2/6")
+
+
+def digests(environ, scheme, step):
+    script = f"from etils import epath; print(epath.Path('{scheme}://{buckets.BUCKET}/{step}/digests/process_0.json')"
+    return json.loads(buckets.run(environ, "-c", f"{script}.read_text())").stdout)["tensors"]
+
+
+@pytest.mark.long
+def test_a_bucket_without_permission_is_refused_before_anything_starts(tmp_path):
+    with buckets.bucket("s3", INITIAL_NO_AUTH_ACTION_COUNT="1") as environ:
+        words = [*TRAIN, f"--workdir={tmp_path}/a", "--config.checkpoint.directory=s3://runs/a"]
+        refused = buckets.run(environ, *words)
+    assert refused.returncode == 2
+    assert re.search(
+        r"checkpoint.directory = s3://runs/a is not reached: .*(Forbidden|Denied|does not exist)",
+        refused.stderr,
+    )
+    assert not (tmp_path / "a" / "config.json").exists()

@@ -341,6 +341,32 @@ async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
         reader[0]
 
 
+async def test_a_copy_resumes_at_its_checkpoint_without_the_groups_before(tmp_path):
+    async with journaled(tmp_path / "j") as queue:
+        await some_history(queue)
+        before, chunks = await queue.status(), await queue.lease(2)
+        whole = (await queue.journal.snapshot(0)).rename(tmp_path / "0")
+        copy = (await queue.journal.snapshot(1)).rename(tmp_path / "1")
+    # A checkpoint may be behind the journal: steps after it are trained again.
+    async with journaled(whole) as queue:
+        assert await num_groups(queue.journal) == 4 + 4 + 2
+        assert [g.prompt_index for g in (await queue.lease(1))[0].groups] == [0, 1, 2, 3]
+    async with journaled(copy, max_bytes=1) as queue:
+        assert seen(await queue.status()) == seen(before)
+        assert await num_groups(queue.journal) == 4 + 2
+        found = await queue.lease(2)
+        for one, other in zip(found[0].groups, chunks[0].groups, strict=True):
+            assert one.prompt_index == other.prompt_index
+            np.testing.assert_array_equal(one.trajectories[0].tokens, other.trajectories[0].tokens)
+        with pytest.raises(QueueError, match="prompt_index 0 is deleted.*where they were trained"):
+            await queue.lease(1)
+        await queue.commit(2)
+        await queue.checkpointed(2)
+        await forgotten(queue.journal, 2)  # It counts the bytes that it has.
+    with contextlib.closing(JournalReader(copy)) as reader:
+        assert reader.steps() == [1, 2] and reader.audit() == SOUND_AUDIT
+
+
 async def num_groups(journal) -> int:
     (count,) = await journal._put(lambda c: c.execute("SELECT COUNT(*) FROM groups").fetchone())
     return count

@@ -110,6 +110,7 @@ async def test_a_learner_is_refused_once_another_one_has_begun():
             lambda: next(elder.lease(1, 1.0, lambda: False)),
             lambda: elder.commit(1),
             lambda: elder.checkpointed(0),
+            lambda: elder.snapshot(0),
             lambda: elder.publish_version(0, SERVERS),
         ):
             with pytest.raises(SupersededError, match=both):

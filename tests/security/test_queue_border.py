@@ -307,6 +307,7 @@ VALID = {
     "Lease": pb.LeaseRequest(step=1, num_processes=1, num_minibatches=1),
     "Commit": pb.CommitRequest(step=1),
     "Checkpointed": pb.CheckpointedRequest(step=1, generation=1),
+    "Snapshot": pb.SnapshotRequest(step=1, generation=1),
     "PublishVersion": pb.PublishRequest(
         version=0,
         servers=[pb.ServerRecord(address="http://a:1", state="HEALTHY", version=0)],
