@@ -142,7 +142,7 @@ def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, sch
     assert b.run_epochs()[: len(a.run_epochs())] == a.run_epochs()
     with pytest.raises(DeletedError):  # Trained before the checkpoint that it came with.
         b.chunk(4, 0)
-    assert len(b.chunk(5, 0)[0]) and b.run_epochs()[-1] == (6, 0)
+    assert len(b.chunk(5, 0)[0]) and {epoch for _, epoch in b.run_epochs()} == {0}
     # Of a run that was never interrupted.
     other = [*train, f"--config.checkpoint.directory={place}2", f"--workdir={tmp_path}/c"]
     whole = buckets.run(environ, *other, "--config.learner.num_steps=6")
