@@ -22,7 +22,8 @@ def text(fit: Fit) -> str:
         f"{fit.target.name}: {fit.target.num_devices} devices of {chip.memory_bytes / GIB:.1f} GiB · "
         f"slices {plan['slices']} · data {plan['data']} · fsdp {plan['fsdp']} · expert {plan['expert']} · "
         f"context {plan['context']} · tensor {plan['tensor']} · "
-        f"{plan['microbatch_rows']} rows of {plan['row_tokens']:,} tokens · remat {plan['remat']}",
+        f"{plan['microbatch_rows']} rows of {plan['row_tokens']:,} tokens · remat {plan['remat']} · "
+        f"attention {plan['attention']}",
         *_engine(fit, unit, divisor),
         "",
         f"{unit} a device:",

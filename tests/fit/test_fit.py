@@ -268,8 +268,8 @@ def test_the_learner_compiles_for_a_tpu():
 
 @TPU
 def test_splash_is_the_tpus_kernel_and_its_forward_pass_runs_once():
-    fit = compiled("v5e-4", attention_kernel="splash")
-    assert not fit.error
+    fit = compiled("v5e-4")
+    assert not fit.error and fit.plan["attention"] == "splash"
     # Forwards, and backwards to queries and to keys. With remat the forward pass would be there twice.
     assert fit.programs[0].cost.kernels == 3 * CONFIG.num_layers
     assert fit.programs[0].cost.unknown_loops == 0
@@ -476,6 +476,7 @@ def a_fit(name="v5e-4", needed=2 << 30, **values) -> programs.Fit:
         "microbatch_rows": 4,
         "row_tokens": 128,
         "remat": True,
+        "attention": "splash",
     }
     return programs.Fit(target_of(name), plan, (program,), **values)
 
