@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_async.models import axes, lora, transformer
@@ -55,11 +56,11 @@ def make_mesh(
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(names)
     own = (slices // len(parts), *shape)
-    meshes = [jax.make_mesh(own, names, axis_types=axis_types, devices=part) for part in parts]
-    if len(parts) == 1:
-        return meshes[0]
-    devices = np.concatenate([mesh.devices for mesh in meshes])
-    return jax.sharding.Mesh(devices, names, axis_types=axis_types)
+    # An axis of the torus may be split: 4 × 16 devices on one of 8 × 8.
+    found = [
+        mesh_utils.create_device_mesh(own, part, allow_split_physical_axes=True) for part in parts
+    ]
+    return jax.sharding.Mesh(np.concatenate(found), names, axis_types=axis_types)
 
 
 def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
