@@ -561,6 +561,13 @@ def test_a_topology_without_published_links_is_not_charged_and_says_so():
 
 
 @TPU
+def test_parts_of_a_slice_may_split_an_axis_of_its_torus():
+    devices = programs.devices_of(target_of("v6e-64"))  # 8 · 8
+    mesh = sharding.make_mesh(1, 16, 1, devices, slices=4)
+    assert mesh.size == len(set(mesh.devices.flat)) == 64
+
+
+@TPU
 @pytest.mark.long
 def test_slices_of_tpus_exchange_each_devices_gradients_once_an_update():
     fits = []
