@@ -1,8 +1,8 @@
 """Versions: turns a training state into the weights that servers sample with.
 
 The learner copies and casts on the device and continues; the publisher's thread gathers and writes. With several
-processes, all gather together before they continue, and the thread of each writes a part. An experiment may delay the
-servers: each version is written, and an older one is pushed.
+processes, all gather together before they continue, and the thread of each writes a part, or process 0's all of it. An
+experiment may delay the servers: each version is written, and an older one is pushed.
 """
 
 import dataclasses
@@ -61,7 +61,10 @@ class Snapshot:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Versions:
-    """Passes versions to the publisher, one push in flight at a time. Each process writes its part of a version."""
+    """Passes versions to the publisher, one push in flight at a time.
+
+    Whatever the stores of the other processes hold, they write a version when process 0 does.
+    """
 
     publisher: Publisher  # a FollowerPublisher in processes other than 0
     # It keeps at least delay.max_steps + 2 versions: a late server may still read that of the push before.
@@ -76,6 +79,7 @@ class Versions:
     score: Callable[[nnx.State], jax.Array | None] = lambda params: None
     process: int = 0
     num_processes: int = 1
+    num_parts: int = 1  # of a version, by the first processes; several need a store that they share
 
     def __post_init__(self):
         self._version: int | None = None
@@ -155,9 +159,8 @@ class Versions:
 
     def snapshot(self, state: TrainState) -> "Snapshot":
         """This process's part of a state, which may be donated afterwards."""
-        # PEFT reads an adapter from one file: process 0 has all of its tensors, the others gather with it.
-        num_parts = 1 if self.config.lora else self.num_processes
-        part = {"part": self.process, "num_parts": num_parts}
+        # All gather all tensors; those that write none drop them.
+        part = {"part": self.process, "num_parts": self.num_parts}
         copy = _cast(state.params, self.dtype)
         tensors = hf.to_tensors(copy, self.config, self.dtype, **part)
         # Scoring and gathering are programs of all processes: each dispatches them at one place among its others.
@@ -252,7 +255,8 @@ class Versions:
         if self.process == 0:
             self.store.begin(version)
         processes.barrier(f"version {version} is begun", timeout_secs=self.timeout_secs)
-        self.store.write_part(version, self.process, snapshot.tensors)
+        if self.process < self.num_parts:
+            self.store.write_part(version, self.process, snapshot.tensors)
         processes.barrier(f"version {version} is written", timeout_secs=self.timeout_secs)
         if self.process != 0:
             return None
@@ -261,7 +265,7 @@ class Versions:
         else:
             config, prefix = hf.write_config(self.config), ""
         scores = None if snapshot.scores is None else np.asarray(snapshot.scores)
-        self.store.finish(version, self.num_processes, config, prefix=prefix, scores=scores)
+        self.store.finish(version, self.num_parts, config, prefix=prefix, scores=scores)
         return self.store.get(self._held(version))
 
     def _held(self, version: int) -> int:

@@ -257,6 +257,7 @@ class _Process:
                 timeout_secs=push_deadline_of(settings),
                 delay=delay,
                 score=_score_of(settings, train_step, publisher, is_foreign),
+                num_parts=_num_parts(settings),
                 **self._part,
             )
             profile = Profile(workdir / "profile", settings.learner.profile_steps)
@@ -452,6 +453,12 @@ class Saves:
             rate = written.num_bytes / written.secs
             _log_plan(*preemption.plan(written.num_bytes, rate, self.grace_secs))
             self.says = False
+
+
+def _num_parts(settings: Settings) -> int:
+    """Of a version: 1 where processes need not share a disk, and for an adapter, which PEFT reads from one file."""
+    is_whole = settings.checkpoint.directory or settings.model.lora.rank
+    return 1 if is_whole else settings.learner.num_processes
 
 
 def _version_bytes(state: TrainState, dtype: str, store: WeightStore | MemoryStore) -> int:

@@ -1,9 +1,12 @@
 """The weights of a published version: its own, or with a delay those of an older one."""
 
 import collections
+import concurrent.futures
 import itertools
 import json
 import pathlib
+import shutil
+import threading
 import types
 
 import jax
@@ -16,6 +19,7 @@ from fixtures.tensors import read_tensors
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.build import make_settings
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.learner import processes
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.records import ResumePoint
@@ -250,6 +254,58 @@ def test_a_published_version_whose_files_are_gone_is_published_when_it_was_train
 def test_a_journal_that_ends_before_the_checkpoint_is_refused(left):
     with pytest.raises(ValueError, match=r"step 3\b.*journal .*step 2\b"):
         left.resume(3, at(v_pub=2, committed_step=2))
+
+
+@pytest.fixture
+def two(params, tmp_path, monkeypatch):
+    """Calls the versions of two processes, each with a disk of its own, at once; returns what each has pushed."""
+    barriers = collections.defaultdict(lambda: threading.Barrier(2))
+    lock = threading.Lock()
+
+    def barrier(name, *, timeout_secs):
+        with lock:
+            found = barriers[name]
+        found.wait(timeout_secs)
+
+    monkeypatch.setattr(processes, "barrier", barrier)
+    how = {"config": CONFIG, "dtype": "float32", "timeout_secs": 10.0, "delay": NO_DELAY}
+    stores = [WeightStore(tmp_path / str(i), keep=3) for i in range(2)]
+
+    def run(*calls):
+        def one(process):
+            publisher, part = Publisher(), {"process": process, "num_processes": 2}
+            versions = Versions(publisher, stores[process], **how, **part)
+            for call in calls:
+                call(versions)
+            return publisher.pushed
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            return list(pool.map(one, range(2))), stores
+
+    return run
+
+
+def test_of_processes_without_a_common_disk_the_first_writes_all_of_a_version(
+    two, params, tmp_path
+):
+    def given(version):
+        state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
+        return lambda versions: versions.publish(version, versions.snapshot(state))
+
+    def resume(version, v_pub):
+        state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
+        status = at(v_pub, committed_step=v_pub)
+        return lambda versions: versions.resume(version, state, status, RESUME_POINT)
+
+    pushed, stores = two(*map(given, range(6)))
+    assert [[version for version, *_ in of] for of in pushed] == [list(range(6))] * 2
+    assert [store.versions() for store in stores] == [[3, 4, 5], []]
+    assert set(read_tensors(stores[0].path(5))[NORM]) == {5}
+    # A resume at the published version; and before it, with its files and without.
+    assert two(resume(5, 5))[0] == [[(5, 0, None)]] * 2
+    assert two(resume(3, 5), given(4), given(5), given(6))[0] == [[(5, 0, None), (6, 0, None)]] * 2
+    shutil.rmtree(stores[0].path(6))
+    assert two(resume(4, 6), given(5), given(6))[0] == [[(6, 0, None)]] * 2
 
 
 @pytest.mark.parametrize("delay_steps", ["1", "uniform(2)"])
