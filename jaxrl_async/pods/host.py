@@ -41,7 +41,12 @@ def main(name: str, *flags: str) -> int:
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    signal.signal(signal.SIGINT, lambda *_: process.terminate())
+    # The host ends soon: a learner checkpoints, and the others serve it meanwhile.
+    if role == "learner":
+        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(supervisor.STOP_SIGNAL))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The connection's end is that of stdin.
     threading.Thread(target=_obey, args=(process,), name="stdin", daemon=True).start()
     code = process.wait()
@@ -59,7 +64,7 @@ def _obey(process: subprocess.Popen) -> None:
 def _take_the_place(path: pathlib.Path) -> None:
     """Ends the process of a file, whose connection was lost, and writes this one's number there."""
     if path.exists() and (pid := path.read_text()).isdigit() and _is_ours(int(pid)):
-        os.kill(int(pid), signal.SIGTERM)
+        os.kill(int(pid), signal.SIGINT)
         deadline = time.monotonic() + 2 * supervisor.STOP_SECS
         while _is_ours(int(pid)) and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -60,6 +60,7 @@ class Role:
     name: str  # "queue", "server-0", …
     process: subprocess.Popen
     log: pathlib.Path
+    host: str = ""  # of several: what it ends at once counts as one restart
 
 
 def run(
@@ -161,16 +162,28 @@ def supervise(
     resume: bool = False,
     fallback: bool = False,
     on_step: Callable[[int], None] | None = None,
+    change: Callable[[list[Role]], None] = lambda roles: None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Starts the roles of names, the learner's last, by start(name, resume, fallback); see `run`."""
+    """Starts the roles of names, the learner's last, by start(name, resume, fallback); see `run`.
+
+    `change` may add roles before the learner's, and stop and remove others, at each poll.
+    """
     roles: list[Role] = []
     end = "failed"
     try:
         for name in names:
             roles.append(start(name, resume, fallback))
         done = _watch(
-            roles, num_learners, settings, workdir, queue_address, start, on_step, stop_requested
+            roles,
+            num_learners,
+            settings,
+            workdir,
+            queue_address,
+            start,
+            on_step,
+            stop_requested,
+            change,
         )
         end = "done" if done else "left"
         return done
@@ -395,6 +408,7 @@ def _watch(
     start: Callable[[str, bool], Role],
     on_step: Callable[[int], None] | None,
     stop_requested: Callable[[], bool],
+    change: Callable[[list[Role]], None] = lambda roles: None,
 ) -> bool:
     """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
     restarts = _Restarts(settings.supervisor, workdir, start)
@@ -407,6 +421,7 @@ def _watch(
         progress = _progress(shown, workdir, roles[-num_learners].log, glance, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             check_workdir()
+            change(roles)
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
                     roles[i] = restarts.of(role)
@@ -496,6 +511,7 @@ class _Restarts:
         self._began = clock()
         self._times: list[float] = []  # of the restarts in the window, ascending
         self._since: dict[str, float] = {}  # role → its last start here
+        self._lost: dict[str, float] = {}  # host → the last restart there that counted
         self._early: set[str] = set()  # roles that ended by themselves soon after their last start
 
     def of(self, role: Role) -> Role:
@@ -518,8 +534,11 @@ class _Restarts:
         return self._start(role.name, False)
 
     def of_learners(self, learners: list[Role]) -> list[Role]:
-        """The restart of all processes of the learner after one was killed: they are one program."""
-        killed = [role for role in learners if (role.process.returncode or 0) < 0]
+        """The restart of all processes of the learner after one was killed, or preempted: they are one program."""
+        codes = [role.process.returncode or 0 for role in learners]
+        killed = [
+            r for r, code in zip(learners, codes, strict=True) if code < 0 or code == PREEMPTED
+        ]
         if not killed:
             raise RoleDiedError(
                 "\n".join(_exit_report(r) for r in learners if r.process.returncode)
@@ -533,11 +552,14 @@ class _Restarts:
         bound, window = self._settings.max_restarts, self._settings.restart_window_secs
         now = self._clock()
         self._times = [since for since in self._times if now - since < window]
-        if len(self._times) == bound:
+        is_same = role.host and now - self._lost.get(role.host, -EARLY_SECS) < EARLY_SECS
+        if len(self._times) == bound and not is_same:
             raise RoleDiedError(
                 f"after {bound} restarts within {window:g} s (supervisor.max_restarts = {bound}): {_exit_report(role)}"
             )
-        self._times.append(now)
+        if not is_same:
+            self._times.append(now)
+            self._lost[role.host] = now
         kill(role.process, time.monotonic())  # A child may hold its port or its device.
         line = (
             f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "

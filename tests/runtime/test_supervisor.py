@@ -1,6 +1,7 @@
 """The supervisor: the division of devices, restarts and ends, on processes that are not roles."""
 
 import contextlib
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Supervisor
 from jaxrl_async.runtime import disk, status, supervisor
+from jaxrl_async.runtime.preemption import PREEMPTED
 from jaxrl_async.runtime.workdir import GoneError
 
 WAIT_SECS = 20.0
@@ -209,6 +211,19 @@ def test_restarts_are_bounded_within_a_window(start, restarts, clock):
         restarts.of(role)
 
 
+def test_the_roles_that_a_lost_host_ends_count_as_one_restart(start, restarts, clock):
+    restarts, started = restarts
+    role = start("import os; os.kill(os.getpid(), 9)")
+    wait_for(lambda: role.process.poll() is not None)
+    for host in "ab":  # 2 are allowed, and each has 8 servers.
+        for _ in range(8):
+            restarts.of(dataclasses.replace(role, host=host))
+    assert len(started) == 16
+    clock[0] += supervisor.EARLY_SECS  # The same host is lost again.
+    with pytest.raises(supervisor.RoleDiedError, match="after 2 restarts within 100 s"):
+        restarts.of(dataclasses.replace(role, host="b"))
+
+
 @pytest.mark.parametrize("name", ["rollout-0", "server-0"])
 def test_a_worker_or_a_server_that_failed_is_started_again_unless_it_fails_at_once(
     start, restarts, clock, name
@@ -237,13 +252,15 @@ def test_a_queue_that_failed_or_a_role_with_bad_settings_ends_the_run(start, res
         restarts[0].of(role)
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_all_processes_of_a_learner_are_started_again_where_one_was_killed(
-    start, restarts, tmp_path, started
+@pytest.mark.parametrize(
+    ("started", "end"), [(False, "os.kill(os.getpid(), 9)"), (True, f"os._exit({PREEMPTED})")]
+)
+def test_all_processes_of_a_learner_are_started_again_where_one_was_killed_or_preempted(
+    start, restarts, tmp_path, started, end
 ):
     if started:
         (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-    killed = start("import os; os.kill(os.getpid(), 9)", "learner-0")
+    killed = start(f"import os; {end}", "learner-0")
     left = start("import time; time.sleep(600)", "learner-1")
     wait_for(lambda: killed.process.poll() is not None)
     assert restarts[0].of_learners([killed, left]) == ["again learner-0", "again learner-1"]
