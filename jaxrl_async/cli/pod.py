@@ -1,6 +1,8 @@
 """`pod`: one run on several hosts, from here, over ssh."""
 
+import dataclasses
 import functools
+import json
 import pathlib
 import shlex
 import subprocess
@@ -13,7 +15,7 @@ from jaxrl_async.config.checks import is_local
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.parts import has_base_files
 from jaxrl_async.pods import plan as plans
-from jaxrl_async.pods import remote
+from jaxrl_async.pods import remote, survey
 from jaxrl_async.preflight import machine
 from jaxrl_async.roles import start
 from jaxrl_async.runtime import keys
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> int:
         directory=("", "of the hosts, in the login's; default jaxrl/NAME of --workdir"),
         ssh=(
             remote.SSH,
-            "command template, with {host}, {node}, {worker}, {project}, {zone}, {command}; `gcloud` for TPU VMs",
+            "command template, with {host}, {node}, {worker}, {project}, {zone}, {command}; `gcloud`; in a job `slurm`",
         ),
         python=("python3", "Python of the hosts"),
         setup=("", "shell command on each host, in --directory, after the copy: pip install …"),
@@ -54,14 +56,17 @@ def main(argv: list[str]) -> int:
         copy=(True, "copy this package; with --nocopy it must be there"),
         fit=(True, "ask `fit`, where the chips are known"),
         deadline_secs=(60, "of each answer of a host"),
+        add=("", "hosts that join the pod that runs in --workdir and sample, in the form of --hosts"),
+        remove=("", "names of hosts, with commas between, that leave it"),
         dry_run=(False, "print the plan and all commands, and run none"),
     )  # fmt: skip
-    if not values.hosts or not values.workdir:
-        raise UsageError("--hosts and --workdir are needed")
+    changes = values.add or values.remove
+    if not values.workdir or bool(values.hosts) == bool(changes):
+        raise UsageError("--workdir is needed, and --hosts, or --add or --remove")
     try:
-        return _pod(values)
+        return _change(values) if changes else _pod(values)
     except plans.PlanError as error:
-        raise UsageError(f"--hosts={values.hosts}: {error}") from None
+        raise UsageError(f"--hosts={values.hosts or values.add}: {error}") from None
     except remote.PodError as error:
         print(f"pod: {error}", file=sys.stderr)
         return error.code
@@ -70,15 +75,11 @@ def main(argv: list[str]) -> int:
 def _pod(values) -> int:
     config, workdir = values.config, pathlib.Path(values.workdir).absolute()
     secs = values.deadline_secs
-    file = pathlib.Path(values.hosts)
-    text = file.read_text() if file.is_file() else values.hosts
-    if file.suffix in (".json", ".txt") and not file.is_file():
-        raise UsageError(f"--hosts: no file {file}")
     if config.queue.address or config.server.addresses or config.server.discover:
         raise UsageError(
             "the addresses of queue and servers come from --hosts, and the config has some"
         )
-    hosts = plans.read_hosts(text, values.chips)
+    hosts = _hosts(values.hosts, values.chips)
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:
         raise UsageError(f"--include: no {', '.join(missing)}")
@@ -88,22 +89,23 @@ def _pod(values) -> int:
         config.weights.transport = "stream"
     settings = settings_of(config)
     _check(settings)
+    per_host = values.servers_per_host or (1 if settings.server.command else 0)
     plan = plans.make(
         hosts,
         servers=values.servers,
         server_chips=values.server_chips,
-        servers_per_host=values.servers_per_host or (1 if settings.server.command else 0),
+        servers_per_host=per_host,
         workers=settings.rollout.num_workers,
         rewards=values.rewards,
         learner_devices=settings.learner.num_devices,
     )
     directory = values.directory or f"jaxrl/{workdir.name}"
-    template = remote.GCLOUD if values.ssh == "gcloud" else values.ssh
+    template = remote.TEMPLATES.get(values.ssh, values.ssh)
     shell = remote.Shell(template, directory, values.python)
     flags = _flags(settings, plan)
     there = [*flags, *keys.named(settings, "run/keys")]
     words = ("jaxrl_async.cli.pod", "--config=asked.json", *there)
-    prepare = shell.module(*words, environment={"JAX_PLATFORMS": "cpu"})
+    prepare = f"{remote.LISTED} && {shell.module(*words, environment={'JAX_PLATFORMS': 'cpu'})}"
     there += [f"--coordinator={plan.coordinator}"] if plan.coordinator else []
     print(plans.text(plan), flush=True)
     fit = [sys.executable, "-m", "jaxrl_async", "fit", f"--target={plan.target}"]
@@ -124,20 +126,56 @@ def _pod(values) -> int:
             if code:
                 print("not checked by fit: see above", file=sys.stderr, flush=True)
         keys.make(workdir)
-        at = remote.owners(plan, shell, secs=secs)
-        data = remote.package(
+        at = remote.owners(plan, shell, bucket=settings.checkpoint.directory, secs=secs)
+        files = remote.package(
             include, asked, workdir / "keys", whole=values.copy, kind=hosts[0].kind
         )
         unpack = remote.UNPACK if values.copy else remote.ADD
-        remote.each(at, lambda h: shell.run(h, unpack, secs=remote.LONG_SECS, data=data))
-        if values.setup:
-            remote.each(at, lambda h: shell.run(h, values.setup, secs=remote.LONG_SECS))
-        remote.survey_all(plan, shell, secs=secs)
-        if not remote.begin(plan, shell, workdir, at, prepare, secs=secs):
+        remote.copy(shell, at, remote.tar(files), unpack, values.setup)
+        remote.survey_all(plan, shell, digest=survey.digest(), secs=secs)
+        if not (more := remote.begin(plan, shell, workdir, at, prepare, secs=secs)):
             return 0
+        _keep(workdir, shell, hosts, remote.tar(files | more), values)
         here = [f"--config={asked}", *flags, *keys.named(settings, f"{workdir}/keys")]
         settings = settings_of(parse_flags("", here, config=True).config)
-        return run_all(settings, workdir, functools.partial(remote.run, plan, shell, there))
+        return run_all(
+            settings,
+            workdir,
+            functools.partial(remote.run, plan, shell, there, values.setup, per_host),
+        )
+
+
+def _hosts(text: str, chips: str) -> list[plans.Host]:
+    file = pathlib.Path(text)
+    if file.suffix in (".json", ".txt") and not file.is_file():
+        raise UsageError(f"no file {file}")
+    return plans.read_hosts(file.read_text() if file.is_file() else text, chips)
+
+
+def _keep(workdir: pathlib.Path, shell: remote.Shell, hosts, again: bytes, values) -> None:
+    """Leaves in the workdir what hosts that join or come back need."""
+    (folder := (workdir / remote.PLAN).parent).mkdir(mode=0o700, exist_ok=True)
+    (folder / "request").unlink(missing_ok=True)
+    (workdir / remote.AGAIN).write_bytes(again)  # The keys are in it.
+    kept = {"setup": values.setup, "chips": values.chips, "first": dataclasses.asdict(hosts[0])}
+    (workdir / remote.PLAN).write_text(json.dumps(kept | {"shell": dataclasses.asdict(shell)}))
+
+
+def _change(values) -> int:
+    """Hosts join the run of a workdir, or leave it."""
+    workdir, secs = pathlib.Path(values.workdir).absolute(), values.deadline_secs
+    if not (workdir / remote.PLAN).exists():
+        raise UsageError(f"no pod has begun in {workdir}")
+    kept = json.loads((workdir / remote.PLAN).read_text())
+    hosts = _hosts(values.add, values.chips or kept["chips"]) if values.add else []
+    if hosts:
+        first, shell = plans.Host(**kept["first"]), remote.Shell(**kept["shell"])
+        plan = plans.Plan((first, *hosts), (), 1, 0, "", "", (), (), "")
+        new = [h for h in remote.owners(plan, shell, bucket="", secs=secs) if h != first]
+        remote.copy(shell, new, (workdir / remote.AGAIN).read_bytes(), remote.ADD, kept["setup"])
+        remote.survey_all(plan, shell, secs=secs)
+    remote.ask(workdir, add=hosts, remove=[n for n in values.remove.split(",") if n], secs=secs)
+    return 0
 
 
 def _check(settings: Settings) -> None:
@@ -155,6 +193,7 @@ def _flags(settings: Settings, plan: plans.Plan) -> list[str]:
     scheme = "https" if settings.server.tls_cert else "http"
     servers = tuple(f"{scheme}://{address}" for address in plan.servers)
     flags = [f"--config.queue.address={plan.queue}", f"--config.server.addresses={servers!r}"]
+    flags.append(f"--config.server.discover={remote.DISCOVER}")
     if plan.rewards:
         flags.append(f"--config.rollout.reward_addresses={plan.rewards!r}")
     has_tls = settings.queue.tls_ca and settings.server.tls_ca

@@ -26,6 +26,8 @@ from jaxrl_async.runtime.cluster import (
 from jaxrl_async.runtime.cluster import hosts_of as names_of
 
 TPU_PORT = 8471
+LOST_SECS = 60.0  # until ssh gives up a host that is silent
+RETRY_SECS = 10.0  # until a lost host is tried again
 TPU = re.compile(r"v\d+[a-z]*")  # a kind of TPU
 # Chips of a process → their box; other numbers are no box of a host.
 BOXES = {1: (1, 1, 1), 2: (1, 2, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
@@ -49,6 +51,9 @@ class Host:
     worker: int = 0
     place: str = ""  # "project/zone" of the node
     grid: tuple[int, ...] = ()  # hosts of its slice along x, y, z; () where it is none
+
+    def __post_init__(self):
+        object.__setattr__(self, "grid", tuple(self.grid))  # JSON has lists.
 
     @property
     def is_tpu(self) -> bool:
@@ -116,11 +121,16 @@ def read_hosts(text: str, chips: str = "") -> list[Host]:
         ]
     if not hosts:
         raise PlanError("no host is named")
+    check_unique(hosts)
+    return hosts
+
+
+def check_unique(hosts: Sequence[Host]) -> None:
+    """Raises PlanError where a name or an address stands for several hosts."""
     for what in ("name", "address"):
         values = [getattr(host, what) for host in hosts]
         if twice := {value for value in values if values.count(value) > 1}:
             raise PlanError(f"the {what} {min(twice)} stands for several hosts")
-    return hosts
 
 
 def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
@@ -207,20 +217,10 @@ def make(
             "another --servers"
         )
     roles = [Role("queue", hosts[0], {"JAX_PLATFORMS": "cpu"})]
-    places: list[tuple[Host, list[int]]] = []
-    for host, ids in [(h, range(h.chips)) for h in samplers] + (
-        [(hosts[0], range(chips, hosts[0].chips))] if server_chips else []
-    ):
-        count = servers_per_host or max(1, len(ids))
-        each, rest = divmod(len(ids), count)
-        if ids and (rest or not each):
-            raise PlanError(f"{len(ids)} chips of {host.name} are not {count} equal servers'")
-        places += [(host, list(ids[i * each : (i + 1) * each])) for i in range(count)]
-    addresses: list[str] = []
-    for i, (host, ids) in enumerate(places):
-        port = SERVER_PORT + sum(other is host for other, _ in places[:i])
-        addresses.append(f"{host.address}:{port}")
-        roles.append(Role(f"server-{i}", host, _shown(host, ids)))
+    serving = serve(samplers, servers_per_host)
+    if server_chips:
+        serving += serve(hosts[:1], servers_per_host, skip=chips, first=len(serving))
+    roles += serving
     services = hosts[len(hosts) - rewards :]
     for i, host in enumerate(services):
         roles.append(Role(f"rewards-{i}", host, {"JAX_PLATFORMS": "cpu"}))
@@ -238,9 +238,34 @@ def make(
         chips * num,
         _target(hosts[0], chips, num),
         f"{hosts[0].address}:{QUEUE_PORT}",
-        tuple(addresses),
+        addresses_of(serving),
         tuple(f"{host.address}:{REWARD_PORT}" for host in services),
         f"{hosts[0].address}:{COORDINATOR_PORT}" if num > 1 else "",
+    )
+
+
+def serve(
+    hosts: Iterable[Host], servers_per_host: int = 0, *, skip: int = 0, first: int = 0
+) -> list[Role]:
+    """The servers of hosts, numbered from `first` on, without the first `skip` chips of each; see `make`."""
+    roles: list[Role] = []
+    for host in hosts:
+        ids = range(skip, host.chips)
+        count = servers_per_host or max(1, len(ids))
+        each, rest = divmod(len(ids), count)
+        if ids and (rest or not each):
+            raise PlanError(f"{len(ids)} chips of {host.name} are not {count} equal servers'")
+        for i in range(count):
+            shown = _shown(host, list(ids[i * each : (i + 1) * each]))
+            roles.append(Role(f"server-{first + len(roles)}", host, shown))
+    return roles
+
+
+def addresses_of(servers: Sequence[Role]) -> tuple[str, ...]:
+    """ "host:port" of servers; those of a host have ports in their order."""
+    hosts = [role.host for role in servers]
+    return tuple(
+        f"{host.address}:{SERVER_PORT + hosts[:i].count(host)}" for i, host in enumerate(hosts)
     )
 
 
@@ -311,4 +336,12 @@ def text(plan: Plan) -> str:
             lines.append(f"  {role.name:10} {variables}".rstrip())
     where = [f"queue {plan.queue}", f"servers {', '.join(plan.servers)}"]
     where += [f"rewards {', '.join(plan.rewards)}"] * bool(plan.rewards)
+    serving = [role.host.name for role in plan.roles if role.name.startswith("server-")]
+    if len(set(serving)) > 1:
+        name = max(serving, key=serving.count)
+        share = serving.count(name) / len(serving)
+        where.append(
+            f"without {name}, a server host: {1 - share:.0%} of the sampling; noticed within {LOST_SECS:g} s, "
+            f"tried every {RETRY_SECS:g} s"
+        )
     return "\n".join([*lines, *where])

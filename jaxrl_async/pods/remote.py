@@ -25,25 +25,35 @@ import tqdm
 
 from jaxrl_async import security
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import survey
-from jaxrl_async.pods.plan import TPU, Host, Plan, Role
+from jaxrl_async.pods.plan import LOST_SECS, RETRY_SECS, TPU, Host, Plan, Role
 from jaxrl_async.queue.journal import settle
 from jaxrl_async.runtime import supervisor
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o ServerAliveCountMax=4 {host}"
-GCLOUD = (
-    "gcloud compute tpus tpu-vm ssh {node} --project={project} --zone={zone} --worker={worker} --quiet "
-    "--command={command}"
+_SSH = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
+SSH = " ".join(["ssh", *(f"-o {option}" for option in _SSH), "{host}"])
+GCLOUD = " ".join(
+    [
+        "gcloud compute tpus tpu-vm ssh {node} --project={project} --zone={zone} --worker={worker} --quiet",
+        *(f"--ssh-flag=-o{option}" for option in _SSH),
+        "--command={command}",
+    ]
 )
+TEMPLATES = {
+    "gcloud": GCLOUD,
+    "slurm": "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {command}",
+}
 LOST = 255  # ssh's exit code where there is no connection
 NOTHING_TO_DO = 3  # exit code of a prepared run that is done
-RETRY_SECS = 10.0  # until a lost host is tried again
 COLLECT_SECS = 60.0  # interval at which metrics and samples come home
 LONG_SECS = 3600.0  # deadline of a copy of the whole workdir, and of an installation
 CLOCK_SECS = 60.0  # bound on the difference of two clocks
 # Of the workdir of the first host, what never comes home, and what comes at the end.
-_STAYS = ("weights", "keys", "logs", "roles.json", "scrape")
+_STAYS = ("weights", "keys", "logs", "roles.json", "scrape", "pod", "servers")
 _LAST = ("checkpoints", "base", "journal.sqlite*")
+
+_ADDRESSES = "--config.server.addresses="
 
 _T = TypeVar("_T")
 
@@ -115,21 +125,21 @@ def each(hosts: Iterable[Host], call: Callable[[Host], _T]) -> dict[Host, _T]:
     return {host: future.result() for host, future in futures.items()}
 
 
-def owners(plan: Plan, shell: Shell, *, secs: float) -> list[Host]:
+def owners(plan: Plan, shell: Shell, *, bucket: str, secs: float) -> list[Host]:
     """Makes the directory on all hosts; one host for each directory, in order.
 
     Raises:
-      PodError: a host does not answer; or learner hosts do not share the directory.
+      PodError: a host does not answer; or learner hosts do not share the directory, and checkpoints go to no bucket.
     """
     token = secrets.token_hex(8)
     each(plan.hosts, lambda host: shell.run(host, _mark(host, token), secs=secs))
     seen = each(plan.hosts, lambda host: shell.run(host, f"grep -l {token} .host-*", secs=secs))
     names = {host: {line.removeprefix(".host-") for line in seen[host].split()} for host in seen}
     learners = {host.name for host in plan.hosts[: plan.num_learners]}
-    if lost := sorted(learners - names[plan.hosts[0]]):
+    if not bucket and (lost := sorted(learners - names[plan.hosts[0]])):
         raise PodError(
-            f"{', '.join(lost)} and {plan.hosts[0].name} learn and do not share {shell.directory}: several learner "
-            "processes write the parts of versions and checkpoints to one disk. Name one by --directory, or let one "
+            f"{', '.join(lost)} and {plan.hosts[0].name} learn and do not share {shell.directory}: each writes its "
+            "part of a checkpoint. Set checkpoint.directory to a bucket, name a shared disk by --directory, or let one "
             "host learn"
         )
     first = {host: next(h for h in plan.hosts if h.name in names[host]) for host in plan.hosts}
@@ -180,8 +190,8 @@ def refusals(plan: Plan, found: Mapping[Host, Mapping[str, Any]], digest: str) -
     return said
 
 
-def survey_all(plan: Plan, shell: Shell, *, secs: float) -> None:
-    """Raises PodError with all reasons of all hosts against the run."""
+def survey_all(plan: Plan, shell: Shell, *, digest: str = "", secs: float) -> None:
+    """Raises PodError with all reasons of all hosts against the run; digest: of its package, or the first host's."""
 
     def look(host: Host) -> dict[str, Any]:
         began = time.time()
@@ -191,7 +201,8 @@ def survey_all(plan: Plan, shell: Shell, *, secs: float) -> None:
         late = min(0.0, now - found["time"]) + max(0.0, began - found["time"])
         return found | {"late": late}
 
-    if said := refusals(plan, each(plan.hosts, look), survey.digest()):
+    found = each(plan.hosts, look)
+    if said := refusals(plan, found, digest or found[plan.hosts[0]]["digest"]):
         raise PodError("\n  ".join(said))
 
 
@@ -202,8 +213,8 @@ def package(
     *,
     whole: bool,
     kind: str,
-) -> bytes:
-    """A tar of this package, where it is to come `whole`, of files beside it, the asked config.json and the keys.
+) -> dict[str, pathlib.Path]:
+    """What hosts get, by its name there: this package, where it is to come `whole`, other files, asked.json, the keys.
 
     With it comes a requirements.txt of the libraries, and JAX's for chips of a kind.
     """
@@ -215,10 +226,10 @@ def package(
     root = pathlib.Path(survey.ROOT)
     paths |= {root.name: root} if whole else {}
     paths["requirements.txt"] = asked.parent / "requirements.txt"
-    return _tar({**paths, "asked.json": asked, "run/keys": keys})
+    return {**paths, "asked.json": asked, "run/keys": keys}
 
 
-def _tar(paths: Mapping[str, pathlib.Path]) -> bytes:
+def tar(paths: Mapping[str, pathlib.Path]) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz", dereference=True, compresslevel=1) as tar:
         for name, path in paths.items():
@@ -228,6 +239,14 @@ def _tar(paths: Mapping[str, pathlib.Path]) -> bytes:
 
 ADD = "tar xzf -"
 UNPACK = f"rm -rf jaxrl_async && {ADD}"
+
+
+def copy(shell: Shell, hosts: Iterable[Host], data: bytes, unpack: str, setup: str) -> None:
+    """Gives hosts a tar, and sets them up."""
+    hosts = list(hosts)
+    each(hosts, lambda host: shell.run(host, unpack, secs=LONG_SECS, data=data))
+    if setup:
+        each(hosts, lambda host: shell.run(host, setup, secs=LONG_SECS))
 
 
 def commands(
@@ -251,11 +270,11 @@ def begin(
     prepare: str,
     *,
     secs: float,
-) -> bool:
+) -> dict[str, pathlib.Path]:
     """Begins the run on the first host, with the checkpoints from here where it has fewer; the others get its files.
 
     Returns:
-      Whether there is anything to do.
+      These files, by their names there; none where there is nothing to do.
 
     Raises:
       PodError: the host refuses the run.
@@ -266,19 +285,20 @@ def begin(
     if _last(here) > _last(there):
         print(f"{first.name}: the run of {workdir}, up to step {_last(here)}", flush=True)
         kept = {p.name: p for p in workdir.iterdir() if p.name not in _STAYS}
-        shell.run(first, "tar xzf - -C run", secs=LONG_SECS, data=_tar(kept))
+        shell.run(first, "tar xzf - -C run", secs=LONG_SECS, data=tar(kept))
     try:
         print(shell.run(first, prepare, secs=LONG_SECS), end="", flush=True)
     except PodError as error:
         if error.code != NOTHING_TO_DO:
             raise
         print(error)
-        return False
+        return {}
     pull(shell, first, workdir, [*_STAYS, *_LAST], secs=secs)
-    files = [*workdir.glob("*.json"), *workdir.glob("tokenizer")]
-    data = _tar({path.name: path for path in files if path.name not in _STAYS})
-    each(at[1:], lambda host: shell.run(host, "tar xzf - -C run", secs=secs, data=data))
-    return True
+    found = [*workdir.glob("*.json"), *workdir.glob("tokenizer")]
+    files = {f"run/{path.name}": path for path in found if path.name not in _STAYS}
+    data = tar(files)
+    each(at[1:], lambda host: shell.run(host, ADD, secs=secs, data=data))
+    return files
 
 
 def _last(names: Iterable[str]) -> int:
@@ -348,27 +368,29 @@ def run(
     plan: Plan,
     shell: Shell,
     flags: Sequence[str],
+    setup: str,
+    servers_per_host: int,
     settings: Settings,
     *,
     workdir: pathlib.Path,
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Runs all roles until the learner is done; result and errors as of `supervisor.run`. The workdir comes home."""
-    roles, started = {role.name: role for role in plan.roles}, set()
+    fleet = _Fleet(plan, shell, servers_per_host, list(settings.server.addresses))
+    started: set[str] = set()
     threads: list[threading.Thread] = []
 
     def start(name: str, resume: bool, fallback: bool = False) -> supervisor.Role:
-        role, log = roles[name], workdir / "logs" / f"{name}.log"
-        words = shell.words(role.host, command_of(role, shell, flags))
-        if name in started:  # Its host may be gone for a while.
-            reached = (
-                f"until {shlex.join(shell.words(role.host, 'true'))} </dev/null >/dev/null 2>&1"
-            )
-            words = [
-                "sh",
-                "-c",
-                f"{reached}; do sleep {RETRY_SECS}; done; exec {shlex.join(words)}",
-            ]
+        role, log = fleet.roles[name], workdir / "logs" / f"{name}.log"
+        own = [fleet.flag() if flag.startswith(_ADDRESSES) else flag for flag in flags]
+        words = shell.words(role.host, command_of(role, shell, own))
+        if name in started:  # Its host may be gone for a while, and come back with an empty disk.
+            # The learner's processes wait for one another, and not for ever.
+            learners = plan.hosts[: plan.num_learners]
+            awaited = learners if name.startswith("learner") else [role.host]
+            there = " && ".join(_reached(shell, host, workdir / AGAIN, setup) for host in awaited)
+            again = f"until {there}; do sleep {RETRY_SECS}; done; exec {shlex.join(words)}"
+            words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
         process = _Process(
@@ -383,17 +405,129 @@ def run(
         )
         follow.start()
         threads.append(follow)
-        return supervisor.Role(name, process, log)
+        return supervisor.Role(name, process, log, role.host.name)
+
+    def change(live: list[supervisor.Role]) -> None:
+        if (request := workdir / REQUEST).exists():
+            asked = json.loads(request.read_text())
+            request.unlink()
+            try:
+                for name in fleet.join([Host(**values) for values in asked["add"]]):
+                    live.insert(len(live) - plan.num_learners, start(name, False))
+                gone = fleet.leave(asked["remove"])
+                supervisor.stop([role for role in live if role.name in gone])
+                live[:] = [role for role in live if role.name not in gone]
+                answer = ""
+            except (plans.PlanError, PodError) as error:
+                answer = str(error)
+            _replace(workdir / ANSWER, answer)
 
     with _coming_home(shell, plan.hosts[0], workdir):
         try:
             return supervisor.supervise(
-                list(roles), plan.num_learners, settings, workdir, plan.queue, start,
-                stop_requested=stop_requested,
+                list(fleet.roles), plan.num_learners, settings, workdir, plan.queue, start,
+                change=change, stop_requested=stop_requested,
             )  # fmt: skip
         finally:
             for thread in threads:
                 thread.join(timeout=1.0)
+
+
+def _reached(shell: Shell, host: Host, again: pathlib.Path, setup: str) -> str:
+    """A local command that fails while a host is gone; one whose disk is new gets its files again."""
+    mark = shlex.quote(f".host-{host.name}")
+    command = f"[ -e {mark} ] || {{ {ADD} && {{ {setup or ':'}; }} && touch {mark}; }}"
+    return f"{shlex.join(shell.words(host, command))} <{shlex.quote(str(again))} >/dev/null 2>&1"
+
+
+@dataclasses.dataclass(eq=False)
+class _Fleet:
+    """The roles of a run, of which servers join and leave; the learner polls a list of those that joined."""
+
+    plan: Plan
+    shell: Shell
+    servers_per_host: int
+    urls: list[str]  # of all servers so far, by their numbers
+
+    def __post_init__(self):
+        self.roles = {role.name: role for role in self.plan.roles}
+        self._joined: dict[str, str] = {}  # role → its address
+
+    def flag(self) -> str:
+        return f"{_ADDRESSES}{tuple(self.urls)!r}"
+
+    def join(self, hosts: Sequence[Host]) -> list[str]:
+        """The new roles of hosts. Raises PlanError where one is in the run already."""
+        plans.check_unique([*{role.host: None for role in self.roles.values()}, *hosts])
+        new = plans.serve(hosts, self.servers_per_host, first=len(self.urls))
+        scheme = self.urls[0].partition("://")[0]
+        urls = [f"{scheme}://{address}" for address in plans.addresses_of(new)]
+        names = [role.name for role in new]
+        self._list(self._joined | dict(zip(names, urls, strict=True)))
+        self.urls += urls
+        self.roles |= dict(zip(names, new, strict=True))
+        return names
+
+    def leave(self, names: Sequence[str]) -> list[str]:
+        """The roles of hosts that leave. Raises PlanError where one does more than sample, or nothing else samples."""
+        found = {
+            name: [r.name for r in self.roles.values() if r.host.name == name] for name in names
+        }
+        for name, roles in found.items():
+            if not roles:
+                raise plans.PlanError(f"no host {name} is in the run")
+            if other := [role for role in roles if not role.startswith("server-")]:
+                raise plans.PlanError(
+                    f"{name} has {', '.join(other)}: only hosts that sample leave"
+                )
+        gone = [role for roles in found.values() for role in roles]
+        if gone and not any(r.startswith("server-") for r in self.roles.keys() - set(gone)):
+            raise plans.PlanError(f"nothing would sample without {', '.join(names)}")
+        self._list({name: url for name, url in self._joined.items() if name not in gone})
+        self.roles = {name: role for name, role in self.roles.items() if name not in gone}
+        return gone
+
+    def _list(self, joined: dict[str, str]) -> None:
+        if joined != self._joined:
+            text = "".join(f"{url}\n" for url in joined.values())
+            command = "cat >run/servers.new && mv run/servers.new run/servers"
+            self.shell.run(self.plan.hosts[0], command, secs=LOST_SECS, data=text.encode())
+            self._joined = joined
+
+
+# In a workdir here: what a host with an empty disk gets, the run's plan, and what other processes ask of it.
+AGAIN, PLAN, REQUEST, ANSWER = "pod/again.tgz", "pod/plan.json", "pod/request", "pod/answer"
+DISCOVER = "file:run/servers"  # of the learner's first host
+LISTED = ": >run/servers"
+
+
+def ask(
+    workdir: pathlib.Path, *, add: Sequence[Host] = (), remove: Sequence[str] = (), secs: float
+) -> None:
+    """Has the `pod` that runs in a workdir take hosts in, or let some go.
+
+    Raises:
+      PodError: none answers within `secs`, or it refuses.
+    """
+    (answer := workdir / ANSWER).unlink(missing_ok=True)
+    asked = {"add": [dataclasses.asdict(host) for host in add], "remove": list(remove)}
+    _replace(workdir / REQUEST, json.dumps(asked))
+    deadline = time.monotonic() + secs
+    while not answer.exists():
+        if time.monotonic() > deadline:
+            (workdir / REQUEST).unlink(missing_ok=True)
+            raise PodError(
+                f"no pod of {workdir} answers within {secs:g} s: is it running, and here?"
+            )
+        time.sleep(0.2)
+    if said := answer.read_text():
+        raise PodError(said)
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _follow(stream, log: pathlib.Path, prefix: str) -> None:

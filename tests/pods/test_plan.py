@@ -103,6 +103,10 @@ def test_half_of_a_slice_learns_and_each_chip_of_the_rest_is_a_server():
     }
     assert environment(plan, "queue") == environment(plan, "rollout-1") == {"JAX_PLATFORMS": "cpu"}
     assert (plan.target, target_of(plan.target).num_devices) == ("v5e-8", 8)
+    cost = (
+        "without slice-2, a server host: 50% of the sampling; noticed within 60 s, tried every 10 s"
+    )
+    assert plans.text(plan).endswith(cost)
 
 
 def test_the_box_of_the_learners_hosts_is_within_its_slice():
@@ -129,6 +133,9 @@ def test_one_host_is_split_by_chips():
     gpus = made(plans.read_hosts("a", "h100:8"), 6, server_chips=2)
     assert environment(gpus, "learner") == {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5"}
     assert environment(gpus, "server-1") == {"CUDA_VISIBLE_DEVICES": "7"}
+    both = made(plans.read_hosts("a\nb", "h100:8"), 7, servers=1, server_chips=1)
+    assert both.servers == (*(f"b:3000{i}" for i in range(8)), "a:30000")
+    assert environment(both, "server-8") == {"CUDA_VISIBLE_DEVICES": "7"}
     cpus = made(plans.read_hosts("a\nb\nc"), 4, servers=1)
     assert environment(cpus, "learner-1") == {"JAX_NUM_CPU_DEVICES": "2"}
     assert cpus.target == ""

@@ -275,17 +275,23 @@ def test_words_of_no_pod_are_refused_before_any_host_is_asked(
     assert not (tmp_path / "commands").exists()
 
 
-def test_several_learner_hosts_need_a_directory_that_they_share(hosts, tmp_path, capsys):
+def test_several_learner_hosts_need_a_directory_that_they_share_or_a_bucket(
+    hosts, tmp_path, capsys
+):
     words = [*hosts(3), "--servers=1", "--config.learner.data=2"]
     assert main.main(words) == 1
     said = capsys.readouterr().err
     assert "b and a learn and do not share jaxrl/home" in said
+    assert "checkpoint.directory to a bucket" in said
     plan = plans.make(
         plans.read_hosts((tmp_path / "hosts").read_text()), servers=1, learner_devices=2
     )
     (tmp_path / "disk").mkdir()
     shell = remote.Shell(f"{tmp_path}/ssh {{host}}", str(tmp_path / "disk"), "python3")
-    assert [host.name for host in remote.owners(plan, shell, secs=60)] == ["a"]
+    assert [host.name for host in remote.owners(plan, shell, bucket="", secs=60)] == ["a"]
+    shell = remote.Shell(f"{tmp_path}/ssh {{host}}", "own", "python3")
+    found = remote.owners(plan, shell, bucket="gs://b", secs=60)
+    assert [host.name for host in found] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(("code", "result"), [(1, 2), (2, 1), (0, 1)])
@@ -314,3 +320,63 @@ def test_gcloud_gets_the_worker_and_the_whole_command():
     assert words[4:7] == ["ssh", "n", "--project=p"] and "--worker=1" in words
     command = words[-1].removeprefix("--command=")
     assert shlex.split(command)[-4:] == ["a b", "&&", "echo", "x y"]
+
+
+@pytest.fixture
+def fleet(hosts, tmp_path):
+    """The fleet of a pod with hosts a, which learns, and b, which samples; and the list that its learner reads."""
+    hosts(2)
+    (tmp_path / "a" / "jaxrl" / "run").mkdir(parents=True)
+    plan = plans.make(plans.read_hosts((tmp_path / "hosts").read_text()), servers=1)
+    shell = remote.Shell(f"{tmp_path}/ssh {{host}}", "jaxrl", sys.executable)
+    urls = [f"https://{address}" for address in plan.servers]
+    return remote._Fleet(plan, shell, 2, urls), tmp_path / "a" / "jaxrl" / "run" / "servers"
+
+
+def test_hosts_join_and_leave_and_the_learners_list_has_those_that_joined(fleet):
+    fleet, listed = fleet
+    c, d = plans.read_hosts("c 10.0.0.3\nd 10.0.0.4")
+    assert fleet.join([c, d]) == ["server-1", "server-2", "server-3", "server-4"]
+    assert listed.read_text().split() == [
+        "https://10.0.0.3:30000", "https://10.0.0.3:30001", "https://10.0.0.4:30000", "https://10.0.0.4:30001",
+    ]  # fmt: skip
+    assert fleet.leave(["b", "c"]) == ["server-0", "server-1", "server-2"]
+    assert listed.read_text().split() == ["https://10.0.0.4:30000", "https://10.0.0.4:30001"]
+    assert fleet.join([c]) == ["server-5", "server-6"]  # Numbers are not used again.
+    assert fleet.roles["server-6"].host == c and fleet.flag().count("10.0.0.3:30001") == 2
+
+
+@pytest.mark.parametrize(
+    ("join", "leave", "error"),
+    [
+        ("b 10.0.0.9", "", "the name b stands for several hosts"),
+        ("", "x", "no host x is in the run"),
+        ("", "a", "a has queue, rollout-0, learner: only hosts that sample leave"),
+        ("", "b", "nothing would sample without b"),
+    ],
+)
+def test_hosts_that_cannot_join_or_leave_are_refused_by_name(fleet, join, leave, error):
+    fleet, listed = fleet
+    with pytest.raises(plans.PlanError, match=error):
+        fleet.join(plans.read_hosts(join)) if join else fleet.leave([leave])
+    assert not listed.exists() and len(fleet.roles) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--hosts=a", "--add=b"], "--workdir is needed, and --hosts, or --add or --remove"),
+        (["--add=b"], "no pod has begun in"),
+    ],
+)
+def test_hosts_join_a_pod_that_runs(words, error, tmp_path, capsys):
+    config = f"--config={ROOT}/{QUICKSTART}:smoke"
+    assert main.main(["pod", f"--workdir={tmp_path}", config, *words]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_pod_that_does_not_answer_is_named(tmp_path):
+    (tmp_path / "pod").mkdir()
+    with pytest.raises(remote.PodError, match=f"no pod of {tmp_path} answers within 0 s"):
+        remote.ask(tmp_path, remove=["a"], secs=0)
+    assert not (tmp_path / remote.REQUEST).exists()
