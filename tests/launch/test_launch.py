@@ -97,8 +97,7 @@ def test_help_is_the_whole_comment_at_the_head_of_a_script(script, word):
     result = subprocess.run(["bash", script, word], text=True, capture_output=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     head = script.read_text().partition("\n")[2].partition("\nset -euo")[0].splitlines()
-    if "#SBATCH hetjob" in head:
-        head = [line for line in head if not line.startswith("#SBATCH")]
+    head = [line for line in head if not line.startswith("#SBATCH")]
     comment = [line[2:] for line in head[: head.index("") if "" in head else None]]
     assert result.stdout.splitlines() == comment and comment[-1] != "set -euo pipefail"
 
@@ -495,6 +494,20 @@ def test_the_script_of_tpu_vms_gives_gclouds_slice_to_the_verb_pod(names, tmp_pa
     ]
     assert len(roles) == 7 and "cd 'jaxrl/a b'" in roles[0][-1]
     assert not (tmp_path / "a b").exists()
+
+
+def test_the_script_of_one_kind_of_node_gives_slurms_list_to_the_verb_pod(tmp_path):
+    words = [LAUNCH / "slurm_pod.sbatch", "--dry-run", "2", QUICKSTART, tmp_path / "a"]
+    variables = {"JAXRL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    variables |= {"NODES": "made-up", "SLURM_JOB_NODELIST": "gpu[08-10]", "CHIPS": "h100:4"}
+    lines = printed(*words, "--config.learner.fsdp=4", "--nofit", **variables)
+    hosts = [line[0] for line in lines if line[1:3] == [line[0], "4"]]
+    assert hosts == ["gpu08", "gpu09", "gpu10"]
+    roles = [line for line in lines if line[0] == "srun" and "pods.host" in line[-1]]
+    nodes = [line[4].removeprefix("--nodelist=") for line in roles]
+    assert nodes == ["gpu08", *["gpu09"] * 4, *["gpu10"] * 4, "gpu08", "gpu08"]
+    assert all(f"cd {tmp_path}/a.nodes && exec" in line[-1] for line in roles)
+    assert not (tmp_path / "a").exists()
 
 
 # Kubernetes. A JobSet's own fields are those of its CRD (jobset.x-k8s.io/v1alpha2), which no package registry has; what

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real Slurm of four nodes on loopback: preempted, requeued, resumed to the same weights."""
+"""The scripts of Slurm on a real one of four nodes on loopback: preempted, requeued, resumed to the same weights."""
 
 import contextlib
 import json
@@ -72,12 +72,16 @@ def job_of(slurm, tmp_path, monkeypatch):
 class Job:
     """One job of slurm.sbatch."""
 
-    def __init__(self, slurm, tmp_path, workdir, flags, script=ROOT / "launch" / "slurm.sbatch"):
+    def __init__(
+        self, slurm, tmp_path, workdir, flags, script=ROOT / "launch" / "slurm.sbatch", before=()
+    ):
         self._slurm, self.workdir = slurm, workdir
         self.output = tmp_path / f"{workdir.name}.txt"
         config = "configs/quickstart.py:smoke,mode=sync"
         flags = (f"--config.learner.num_steps={NUM_STEPS}", *flags)
-        words = ("--parsable", f"--output={self.output}", script, config, workdir, *flags)
+        more = ["--nodes=2"] if before else []
+        words = ["--parsable", f"--output={self.output}", *more, script, *before]
+        words += [config, workdir, *flags]
         self._id = slurm("sbatch", *words).strip()
 
     def logs(self):
@@ -89,6 +93,9 @@ class Job:
     def log_of(self, role):
         path = self.workdir / "logs" / f"{role}-0.log"
         return path.read_text() if path.exists() else ""
+
+    def output_text(self):
+        return self.output.read_text() if self.output.exists() else ""
 
     def state(self):
         return self._slurm("scontrol", "show", "job", self._id)
@@ -207,3 +214,20 @@ def test_a_job_whose_usage_is_bad_is_not_requeued(slurm, job_of, tmp_path):
     job.wait_for_end()
     assert "JobState=FAILED" in job.state() and "Restarts=0" in job.state(), job.logs()
     assert "ExitCode=2:0" in job.state()
+
+
+def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_where_it_is_preempted(
+    slurm, job_of, tmp_path
+):
+    job = job_of(tmp_path / "pod", script=ROOT / "launch" / "slurm_pod.sbatch", before=(1,))
+    job.wait_for(lambda: "version 2: pushed" in job.output_text())
+    slurm(
+        "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
+        "--wrap", "sleep 2",
+    )  # fmt: skip
+    job.wait_for_end()
+    assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
+    assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
+    assert "127.0.0.12 server-0: " in job.output_text()
+    nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
+    assert JournalReader(job.workdir / "journal.sqlite").audit() == nothing
