@@ -10,6 +10,7 @@ import dataclasses
 import importlib.metadata
 import io
 import json
+import os
 import pathlib
 import secrets
 import shlex
@@ -142,7 +143,7 @@ def owners(plan: Plan, shell: Shell, *, bucket: str, secs: float) -> list[Host]:
             "part of a checkpoint. Set checkpoint.directory to a bucket, name a shared disk by --directory, or let one "
             "host learn"
         )
-    first = {host: next(h for h in plan.hosts if h.name in names[host]) for host in plan.hosts}
+    first = {h: next((o for o in plan.hosts if o.name in names[h]), h) for h in plan.hosts}
     return list(dict.fromkeys(first.values()))
 
 
@@ -389,7 +390,8 @@ def run(
             learners = plan.hosts[: plan.num_learners]
             awaited = learners if name.startswith("learner") else [role.host]
             there = " && ".join(_reached(shell, host, workdir / AGAIN, setup) for host in awaited)
-            again = f"until {there}; do sleep {RETRY_SECS}; done; exec {shlex.join(words)}"
+            lives = f"kill -0 {os.getpid()} || exit"
+            again = f"until {there}; do sleep {RETRY_SECS}; {lives}; done; exec {shlex.join(words)}"
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
