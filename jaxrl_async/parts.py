@@ -316,14 +316,14 @@ def rollout_of(settings: Settings) -> Rollout:
     from jaxrl_async.rollout.runner import rollout_function
 
     rollout = settings.rollout
-    if rollout.function == agent.NAME:
+    if rollout.function == "agent":
         return agent.AgentRollout(
             rollout.agent,
             agent_timeout_secs=rollout.agent_timeout_secs,
             agent_calls=rollout.agent_calls,
             agent_rows=rollout.agent_rows,
         )
-    if rollout.function != environment.NAME:
+    if rollout.function != "environment":
         return rollout_function(rollout.function)
     wanted = settings.environment
     # A reset and max_turns turns, and one outage of the servers.
@@ -456,10 +456,11 @@ def check_context(settings: Settings) -> None:
 
 def context_tokens_of(settings: Settings) -> int | None:
     """The context length of the files at model.path; None without files, or where they state none."""
+    if not settings.model.path:  # The supervisor would load JAX for nothing.
+        return None
     from jaxrl_async.models import hf
 
-    path = settings.model.path
-    return hf.read_context_tokens(model_directory(settings, ("config.json",))) if path else None
+    return hf.read_context_tokens(model_directory(settings, ("config.json",)))
 
 
 def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:

@@ -20,7 +20,6 @@ from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Evaluate, Model, Settings, SettingsError
 from jaxrl_async.publishing.discovery import check_tls, parse
 from jaxrl_async.rewards import check_reward, reward_function
-from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.tasks import digest
 from jaxrl_async.tasks.coverage import Coverage, coverage
@@ -93,7 +92,7 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     parts.check_task(settings, workdir, task, splits)
     parts.check_sets(settings, workdir, sets)
     splits = _with_sets(splits, sets)
-    settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
+    settings_of = {"environment": "environment.name", "agent": "rollout.agent"}
     function = settings.rollout.function
     with errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
         parts.rollout_of(settings)
@@ -101,9 +100,9 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         tokenizer = parts.tokenizer_of(settings, workdir)
     if not resume:
         _check_ends(tokenizer)
-    if function == agent.NAME and not getattr(tokenizer, "has_chat_template", False):
+    if function == "agent" and not getattr(tokenizer, "has_chat_template", False):
         raise StartError(
-            f"rollout.function = {agent.NAME!r} needs a tokenizer with a chat template: "
+            "rollout.function = 'agent' needs a tokenizer with a chat template: "
             "tokenizer.kind = 'huggingface', and its files' own or tokenizer.chat_template"
         )
     with errors_of(""):
@@ -251,9 +250,12 @@ def _check_model(settings: Settings) -> None:
 
 
 def _check_kernel(settings: Settings, model) -> None:
+    kernel = settings.learner.attention_kernel
+    if kernel in ("auto", "xla"):  # They take every model, and need no JAX here.
+        return
     from jaxrl_async.models import attention
 
-    attention.check_model(settings.learner.attention_kernel, model.windows, model.head_dim)
+    attention.check_model(kernel, model.windows, model.head_dim)
 
 
 def _check_shape(model: Model) -> None:

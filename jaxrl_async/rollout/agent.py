@@ -20,7 +20,6 @@ from jaxrl_async.rollout.failures import CodeError, code_error
 from jaxrl_async.rollout.sessions import Session, Sessions
 from jaxrl_async.types import Prompt, Sample
 
-NAME = "agent"  # in rollout.function
 MAX_THREADS = 512  # of agents that wait in `asyncio.to_thread`
 CLOSE_SECS = 5.0  # for the thread of the agents to end
 _MIN_WAIT_SECS = 0.05  # for an agent, before its time is compared with its bound

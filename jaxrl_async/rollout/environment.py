@@ -21,7 +21,6 @@ from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
 from jaxrl_async.rollout.failures import CodeError, code_error
 from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory, Turn
 
-NAME = "environment"  # in rollout.function
 TURNS = "turns"  # the component that counts them
 _T = TypeVar("_T")
 _REWARDED = CodeError("a reward of an environment that does not judge", "")

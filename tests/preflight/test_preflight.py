@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import pytest
 from fixtures.fake_sglang import FakeServer, answer
@@ -253,3 +255,18 @@ async def test_a_server_without_routes_is_refused_where_replay_is_on_and_named_w
     server.config |= {"num_experts_per_tok": 4}
     needs = dataclasses.replace(needs, config=MODEL | {"num_experts_per_tok": 2})
     await refused(server, "num_experts_per_tok 4, the run's has 2", expected=needs)
+
+
+def test_a_run_of_all_roles_is_checked_without_jax_and_its_roles_start_without_aiohttp(tmp_path):
+    script = f"""
+import pathlib, sys
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.preflight import machine
+from jaxrl_async.roles import start
+assert "aiohttp" not in sys.modules
+config, workdir = load_config("quickstart:smoke"), pathlib.Path({str(tmp_path)!r})
+start.begin(config, settings_of(config), workdir, resume=False)
+machine.prepare(settings_of(config), workdir)
+sys.exit("jax" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
