@@ -1,7 +1,7 @@
 """A role is frozen, or lost and started again, for longer than any deadline of a call: the others wait for it.
 
-The runs have the settings that ship, one process of each role, and no supervisor, as on a pod. All of them run at once:
-each role once, and with --long in both ways.
+The runs have the settings that ship, one process of each role, and no supervisor, as on a pod. All run at once, each
+with two absences, one after the other: each role is absent once, and with --long in both ways.
 """
 
 import concurrent.futures
@@ -18,50 +18,59 @@ pytestmark = pytest.mark.optimised  # As the other runs are, whose programs they
 ABSENCE_SECS = 90.0
 NUM_STEPS = 14
 START_SECS = RECOVERY_SECS = 300.0
-ONCE = [("frozen", "queue"), ("frozen", "rollout"), ("lost", "learner"), ("lost", "server")]
-CASES = [(fault, role) for fault in ("frozen", "lost") for role in attacked.ROLES]
+ONCE = ((("frozen", "queue"), ("lost", "server")), (("frozen", "rollout"), ("lost", "learner")))
+OTHERS = ((("frozen", "learner"), ("lost", "rollout")), (("frozen", "server"), ("lost", "queue")))
 SOUND = SOUND_AUDIT | {"stale": [], "foreign": []}
 
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """(fault, role) → future of (last step before the fault, last step before its end, workdir, audit)."""
+    """(fault, role) → future of (the steps before it and before its end of each fault, workdir, audit)."""
     directory, futures, compiled = tmp_path_factory.mktemp("absences"), {}, threading.Event()
-    cases = CASES if request.config.getoption("--long") else ONCE
-    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        for case in cases:
-            futures[case] = pool.submit(suffer, *case, directory / "-".join(case), compiled)
+    pods = ONCE + (OTHERS if request.config.getoption("--long") else ())
+    with concurrent.futures.ThreadPoolExecutor(len(pods)) as pool:
+        for faults in pods:
+            workdir = directory / "-".join(faults[0])
+            futures |= dict.fromkeys(faults, pool.submit(suffer, faults, workdir, compiled))
             compiled.wait(START_SECS)  # The other runs find the first one's programs in the cache.
     return futures
 
 
-def suffer(fault, role, workdir, started):
-    name = f"{role}-0" if role in ("rollout", "server") else role
+def suffer(faults, workdir, started):
+    steps = {}
     with attacked.Pod(workdir, num_steps=NUM_STEPS, settings=[attacked.PACED]) as pod:
         try:
             pod.wait_for(3, START_SECS, "start")
         finally:
             started.set()
-        before = pod.step
-        if fault == "frozen":
-            pod.send(name, signal.SIGSTOP)
-        else:
-            pod.lose(name)
-        pod.hold(ABSENCE_SECS, f"{role} {fault}")
-        during = pod.step
-        if fault == "frozen":
-            pod.send(name, signal.SIGCONT)
-        else:
-            pod.start(name)
-        return before, during, workdir, pod.finish(RECOVERY_SECS)
+        for fault, role in faults:
+            name = f"{role}-0" if role in ("rollout", "server") else role
+            before = pod.step
+            if fault == "frozen":
+                pod.send(name, signal.SIGSTOP)
+            else:
+                pod.lose(name)
+            pod.hold(ABSENCE_SECS, f"{role} {fault}")
+            during = pod.step
+            if fault == "frozen":
+                pod.send(name, signal.SIGCONT)
+            else:
+                pod.start(name)
+            steps[fault, role] = before, during
+            pod.wait_for(during + 1, RECOVERY_SECS, f"after {role} was {fault}")
+        return steps, workdir, pod.finish(RECOVERY_SECS)
 
 
 @pytest.mark.parametrize(
     ("fault", "role"),
-    [pytest.param(*case, marks=() if case in ONCE else pytest.mark.long) for case in CASES],
+    [
+        *(case for faults in ONCE for case in faults),
+        *(pytest.param(*case, marks=pytest.mark.long) for faults in OTHERS for case in faults),
+    ],
 )
 def test_a_role_may_be_frozen_or_lost_for_90_secs(fault, role, outcomes):
-    before, during, workdir, found = outcomes[fault, role].result()
+    steps, workdir, found = outcomes[fault, role].result()
+    before, during = steps[fault, role]
     assert found == SOUND
     assert before <= during < NUM_STEPS  # It was missed.
     reader = JournalReader(workdir / "journal.sqlite")
