@@ -29,6 +29,8 @@ from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import METRICS, read_metrics
 from jaxrl_async.runtime.workdir import lock
 
+# The smoke run without its warm start, where the policy matters to nothing.
+UNTRAINED = (f"--config={QUICKSTART}:smoke", "--config.warm_start.num_steps=0")
 GSM8K = f"--config.task.args.directory={ROOT}/tests/gsm8k_tiny"
 
 
@@ -174,7 +176,7 @@ def test_a_run_goes_on_whatever_strangers_call_and_ctrl_c_ends_every_process_wit
 ):
     process = command(
         "train",
-        f"--config={QUICKSTART}:smoke",
+        *UNTRAINED,
         "--config.learner.num_steps=100000",
     )
     wait_for_step(tmp_path / "run", 1)
@@ -206,7 +208,7 @@ def wait_for_words(workdir, role):
 def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
     process = command(
         "train",
-        f"--config={QUICKSTART}:smoke",
+        *UNTRAINED,
         "--config.learner.num_steps=100000",
         "--config.supervisor.max_restarts=0",
     )
@@ -244,7 +246,7 @@ def test_a_server_that_is_killed_is_started_again_and_no_group_is_lost_or_double
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     process = command(
         "train",
-        f"--config={QUICKSTART}:smoke",
+        *UNTRAINED,
         "--config.learner.num_steps=8",
         "--config.server.num_local=2",
         "--config.rollout.function=held_rollout:held",
@@ -313,7 +315,7 @@ def test_a_command_starts_the_local_server_and_nothing_of_it_or_of_a_role_is_lef
     script.write_text(SERVER_OF_A_COMMAND)
     process = command(
         "train",
-        f"--config={QUICKSTART}:smoke",
+        *UNTRAINED,
         f"--config.server.command={sys.executable} {script} {pids} {{model_path}} {{host}} {{port}}",
         f"--config.learner.num_steps={12 if end == 'done' else 100000}",
         "--config.weights.poll_secs=0.2",
@@ -361,7 +363,7 @@ def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     code, output = run(
         "train",
-        f"--config={QUICKSTART}:smoke",
+        *UNTRAINED,
         "--config.learner.num_steps=100000",
         "--config.task.name=broken:task",
         f"--config.supervisor.processes={processes}",
@@ -397,9 +399,7 @@ def test_a_taken_port_is_named(run):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        code, output = run(
-            "train", f"--config={QUICKSTART}:smoke", f"--config.queue.address={address}"
-        )
+        code, output = run("train", *UNTRAINED, f"--config.queue.address={address}")
     assert code == 1
     assert re.search(
         rf"role 'queue' ended.*^queue: .*cannot listen on {address}", output, re.M | re.S
@@ -414,7 +414,7 @@ def test_an_inference_address_that_never_answers_is_named_with_the_seconds(run):
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         code, output = run(
             "train",
-            f"--config={QUICKSTART}:smoke",
+            *UNTRAINED,
             f"--config.server.addresses=('{address}',)",
             "--config.server.start_timeout_secs=3.0",
         )
@@ -432,7 +432,7 @@ def test_on_a_cpu_the_learner_is_shown_as_many_devices_as_its_mesh_has(run):
 def test_a_run_resumes_with_the_command_that_it_prints(command, run, verb, tmp_path):
     """The command takes the config of the workdir, with overrides; once done, there is nothing to do."""
     workdir = tmp_path / "run"
-    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    process = command("train", *UNTRAINED, "--config.learner.num_steps=100000")
     wait_for_step(workdir, 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 
 import psutil
 import pytest
+from fixtures.runs import environment
 from fixtures.security import (
     ADMIN_KEY,
     API_KEY,
@@ -214,9 +214,8 @@ def test_a_header_without_the_key_is_refused(given):
 
 
 def test_a_run_with_every_key_and_tls_keeps_them_secret(certificates, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     (tmp_path / "token").write_text(TOKEN + "\n")
-    environment |= {
+    variables = environment() | {
         "SEC_TOKEN": f"@{tmp_path}/token",
         "SEC_KEY": API_KEY,
         "SEC_ADMIN_KEY": ADMIN_KEY,
@@ -233,7 +232,7 @@ def test_a_run_with_every_key_and_tls_keeps_them_secret(certificates, tmp_path):
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env=variables,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
