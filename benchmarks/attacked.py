@@ -58,10 +58,8 @@ class Attacked:
         self._stepped = time.monotonic()  # when the last step was seen
         self._step = 0
         self.longest_secs = 0.0  # without a step, since the caller set it to 0
-        # The devices that tests make up for themselves are not the run's.
-        self._environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        paths = [str(pathlib.Path(__file__).parent), self._environment.get("PYTHONPATH", "")]
-        self._environment |= {
+        paths = [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        self._environment = os.environ | {
             "CHAOS_FAST": str(self._fast),
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }

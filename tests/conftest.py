@@ -5,9 +5,6 @@ import os
 from fixtures import compilation, leftovers
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
 os.environ |= compilation.variables() | {leftovers.MARK: str(os.getpid())}
 
 import hypothesis
@@ -19,6 +16,8 @@ from fixtures.runs import command, finished, run, shared, verb  # noqa: F401
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Of pytest's processes, and not of those that they start.
+jax.config.update("jax_num_cpu_devices", 8)
 compilers.add_to_path()
 
 
@@ -28,6 +27,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if config.getoption("--long"):
+        os.environ |= compilation.shipped()
+        jax.config.update("jax_disable_most_optimizations", False)
     if not hasattr(config, "workerinput"):
         leftovers.end_orphans()
         compilation.prune(compilation.directory())

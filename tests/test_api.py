@@ -57,10 +57,10 @@ def smoke(**changes):
     return config
 
 
+@pytest.mark.optimised  # As all runs of the quickstart, whose programs it finds in the cache.
 def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
     echo_task, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setenv("XLA_FLAGS", "")
     config = smoke(**{"learner.groups_per_step": 4, "warm_start.num_steps": 0})
     with config.unlocked():
         config.task.args = {}

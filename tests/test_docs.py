@@ -294,8 +294,7 @@ def call(command: str, **variables: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    known = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return known | {
+    return os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAXRL_QUEUE_TOKEN": "made-up",
         "JAXRL_PYTHON": sys.executable,

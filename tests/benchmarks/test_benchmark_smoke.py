@@ -282,13 +282,9 @@ LONG = pytest.mark.long
         pytest.param("nonsense", [[]], "nonsense", check_nonsense, marks=LONG),
     ],
 )
-def test_a_benchmark_runs_in_small_and_writes_its_figures(
-    script, runs, file, check, tmp_path, monkeypatch
-):
+def test_a_benchmark_runs_in_small_and_writes_its_figures(script, runs, file, check, tmp_path):
     if script == "delight_digits":
         pytest.importorskip("sklearn")
-    if script == "peers":  # The run's processes have the device that they ask for.
-        monkeypatch.delenv("XLA_FLAGS")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     where = [f"--dir={scratch}"] if script == "trajectory_queue" else []
@@ -301,8 +297,7 @@ def test_a_benchmark_runs_in_small_and_writes_its_figures(
 
 
 @pytest.mark.long
-def test_time_to_accuracy_trains_scores_and_reports_in_small(tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # The run's processes have one device.
+def test_time_to_accuracy_trains_scores_and_reports_in_small(tmp_path):
     script = importlib.import_module("time_to_accuracy")
     arms = ["sync, recompute", "async, A-3PO"]
     for part in ("prepare", "train", "score", "report"):

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import random
 import subprocess
@@ -64,10 +63,7 @@ def test_a_run_whose_roles_are_killed_finishes_and_nothing_is_lost_or_doubled(at
 
 def replay(workdir, *argv):
     words = [sys.executable, "-m", "jaxrl_async", "replay", f"--workdir={workdir}", *argv]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

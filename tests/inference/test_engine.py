@@ -21,7 +21,6 @@ from jaxrl_async.rollout import sampler
 from jaxrl_async.servers.port import Completion
 from jaxrl_async.versions import store as weight_store
 
-pytestmark = pytest.mark.optimised
 CONFIG = tiny(vocab_size=29, model_dim=32, head_dim=8, mlp_dim=48)
 NUM_SLOTS, MAX_TOTAL_TOKENS, CHUNK, MAX_QUEUED = 13, 48, 4, 64
 DEADLINE_SECS = 30.0

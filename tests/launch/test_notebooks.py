@@ -55,12 +55,11 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 
 
 @pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """Notebooks run without the 8 host devices of the tests."""
-    monkeypatch.setenv("XLA_FLAGS", "")
+def this_checkout(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
+@pytest.mark.optimised  # As all runs of the quickstart, whose programs it finds in the cache.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook packages
 @pytest.mark.parametrize(
     "name", [n if n == ONE else pytest.param(n, marks=pytest.mark.long) for n in NOTEBOOKS]

@@ -61,7 +61,6 @@ def slurm(monkeypatch):
 @pytest.fixture
 def job_of(slurm, tmp_path, monkeypatch):
     """Submits runs of the quickstart, and waits for them."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("JAXRL_PYTHON", sys.executable)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

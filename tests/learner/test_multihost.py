@@ -54,9 +54,8 @@ def start():
     started = []
 
     def start(command, *, devices=1):
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        environment |= {
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{environment.get('PYTHONPATH', '')}",
+        environment = os.environ | {
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{os.environ.get('PYTHONPATH', '')}",
             "JAX_NUM_CPU_DEVICES": str(devices),
         }
         words = [sys.executable, *map(str, command)]

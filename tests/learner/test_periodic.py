@@ -294,7 +294,6 @@ def test_chunks_in_prompt_order_are_cut_into_the_microbatches_of_the_whole_batch
     assert len(whole) < 3 or sum(of_chunks[:-1]), "all of them waited for the last chunk"
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize("mesh_shape", [ONE, pytest.param(EIGHT, marks=pytest.mark.long)])
 def test_twenty_periodic_steps_in_prompt_order_are_the_synchronous_ones_bit_for_bit(mesh_shape):
     """With packing "in_order", chunks in prompt order, equal shapes and device count."""
@@ -370,7 +369,6 @@ def engine():
     engine.close(timeout_secs=DEADLINE_SECS)
 
 
-@pytest.mark.optimised
 def test_an_asynchronous_run_without_staleness_is_the_synchronous_one_bit_for_bit(engine):
     """Mode async is: pushes that nobody waits for, and admission by η. At η = 0 the admission itself is the wait."""
     runs = {}

@@ -46,7 +46,6 @@ def on(mesh, params):
 # The model.
 
 
-@pytest.mark.optimised
 @pytest.mark.parametrize(
     "config",
     [

@@ -11,7 +11,6 @@ from flax import nnx
 from jaxrl_async.models import axes, logprobs, sharding, transformer
 from jaxrl_async.models.lora import LoRA
 
-pytestmark = pytest.mark.optimised
 CONFIG = tiny(vocab_size=24, head_dim=8, mlp_dim=20, attention_bias=True, tied_embeddings=False)
 
 

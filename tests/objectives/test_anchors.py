@@ -121,7 +121,6 @@ def test_fresh_tokens_are_anchored_at_behavior_or_at_the_policy_which_never_clip
         np.testing.assert_allclose(at_policy.ratio[0, 0], 1.0)
 
 
-@pytest.mark.optimised
 def test_a3po_at_staleness_one_is_the_behavior_anchor_bit_for_bit():
     logprobs, behavior = -np.random.default_rng(0).exponential(size=(2, 3, 5)).astype(np.float32)
     mask = np.ones((3, 5), bool)

@@ -22,7 +22,6 @@ RUN_TIMEOUT_SECS = 900
 
 
 def jaxrl(*words):
-    known = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl_async", *map(str, words)],
         cwd=ROOT,
@@ -30,7 +29,7 @@ def jaxrl(*words):
         text=True,
         timeout=RUN_TIMEOUT_SECS,
         stdin=subprocess.DEVNULL,
-        env=known | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout

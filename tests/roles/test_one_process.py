@@ -199,7 +199,7 @@ def test_a_module_that_takes_35_secs_to_import_ends_no_run_in_one_process(tmp_pa
     words += ["--config.task.name=slow_sums:task", "--config.supervisor.processes=one"]
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl_async", "train", *words],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XLA_FLAGS": ""},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
         timeout=RUN_TIMEOUT_SECS,

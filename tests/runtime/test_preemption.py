@@ -268,7 +268,6 @@ def test_a_run_that_stops_before_its_first_step_saves_nothing():
     assert recorder.events == ["wait", "lease 1.0"]
 
 
-@pytest.mark.optimised
 def test_a_run_that_stopped_and_resumed_equals_an_uninterrupted_one_bit_for_bit():
     whole, first, second = Saving(), Saving(), Saving()
     train_recorded(whole, num_steps=5)
