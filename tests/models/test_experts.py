@@ -130,9 +130,9 @@ def test_a_grouped_product_equals_one_product_a_group(sizes, block):
     np.testing.assert_allclose(tiled, d_x, atol=1e-5)
     tiled = experts._kernel_gradient_by_megablox(x, g, jnp.array(sizes), interpret=True)
     np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
-    large = experts._by_large_blocks(x, kernel, jnp.array(sizes))  # of GPUs
-    np.testing.assert_array_equal(large, y)
-    large = experts._kernel_gradient_by_large_blocks(x, g, jnp.array(sizes))
+    large = experts._by_large_blocks(x[:32], kernel, jnp.array(sizes))  # of GPUs
+    np.testing.assert_array_equal(large, y[:32])
+    large = experts._kernel_gradient_by_large_blocks(x[:32], g[:32], jnp.array(sizes))
     np.testing.assert_allclose(large, d_kernel, atol=1e-5)
 
 
