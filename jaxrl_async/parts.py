@@ -28,6 +28,7 @@ from jaxrl_async.versions.store import WeightStore
 if TYPE_CHECKING:
     import jax
 
+    from jaxrl_async.active_clock import ActiveClock
     from jaxrl_async.evaluation.score import EvaluationSet
     from jaxrl_async.inference.engine import Engine
     from jaxrl_async.learner.checkpoint import Checkpoints
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from jaxrl_async.rollout.context import Rollout
     from jaxrl_async.rollout.frictions import Frictions
     from jaxrl_async.rollout.runner import Runner
+    from jaxrl_async.rollout.teachers import Teachers
     from jaxrl_async.tasks.digest import Splits
     from jaxrl_async.tasks.task import Task
     from jaxrl_async.tasks.tokenizer import Tokenizer
@@ -67,6 +69,28 @@ def servers_access_of(settings: Settings) -> dict[str, Any]:
     """The arguments of a client of the run's servers, beside the run's id; raises as `keys_of`."""
     adapters = settings.model.lora.rank > 0
     return keys_of(settings) | {"tls_ca": settings.server.tls_ca, "adapters": adapters}
+
+
+def teachers_of(settings: Settings, clock: ActiveClock) -> Teachers | None:
+    """The teachers that are servers, whose client is not opened yet; None without any. `clock`: a worker's.
+
+    Raises:
+      SettingsError: no key where loss.teacher_key_env names one.
+    """
+    from jaxrl_async.rollout.teachers import Teachers
+    from jaxrl_async.servers.client import InferenceClient
+
+    if not settings.loss.teachers:
+        return None
+    key = key_named("loss.teacher_key_env", settings.loss.teacher_key_env)
+    return Teachers(
+        client=InferenceClient(api_key=key, tls_ca=settings.server.tls_ca),
+        addresses=settings.loss.teachers,
+        task=settings.task.name,
+        timeout_secs=settings.rollout.request_timeout_secs,
+        outage_secs=settings.queue.outage_secs,
+        clock=clock,
+    )
 
 
 def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.Path]:
@@ -359,19 +383,20 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
         deciding=weighted.deciding(settings.task.rewards),
         temperature=settings.rollout.temperature,
         truncation=settings.rollout.truncation,
-        record=record_of(settings),
+        record=dataclasses.replace(record_of(settings), has_teacher=False),
         max_sample_tokens=message_bytes_of(settings)
         // (bytes_a_token(settings) * settings.rollout.group_size),
     )
 
 
 def record_of(settings: Settings) -> Record:
-    """The choices of an engine that the run records of each token."""
+    """What the run records of each token, beside what trains without it."""
     kept = settings.rollout.max_kept if settings.rollout.truncation else 0
+    has_teacher = bool(settings.loss.teachers)
     sizes = settings.model.num_layers, settings.model.experts_per_token, settings.model.num_experts
     if settings.model.path:
         sizes = _route_sizes(model_directory(settings, ("config.json",)) / "config.json")
-    return Record(*sizes, max_kept=kept) if sizes[2] else Record(max_kept=kept)
+    return Record(*sizes if sizes[2] else (), max_kept=kept, has_teacher=has_teacher)
 
 
 def packer_of(settings: Settings, process: int = 0) -> Packer:
@@ -608,7 +633,7 @@ def reference_of(
     """
     from jaxrl_async.models import hf, sharding, transformer
 
-    if not settings.loss.teacher:
+    if not settings.loss.teacher or settings.loss.teachers:
         return first() if settings.loss.needs_reference else None
     directory = hub.directory_of("loss.teacher", settings.loss.teacher, needed=hub.MODEL_FILES)
     shape = hf.read_config(directory, dtype=config.dtype, remat=config.remat)

@@ -18,6 +18,7 @@ REFUSALS = frozenset({"over_age", "foreign_version"})
 FAULTS = REFUSALS | {
     SERVER_FAULT,
     *("server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"),
+    "teacher_error",
     *("environment_error", "environment_timeout", "agent_error", "agent_timeout", "agent_rows"),
 }
 FAILURES = FAULTS | {"timeout", WORKER_LOST}

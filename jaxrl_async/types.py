@@ -54,7 +54,10 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """The discrete choices of an engine, of each token of a trajectory. A field is None where it was not recorded."""
+    """The discrete choices of an engine, of each token of a trajectory, and a teacher's log-probs of them.
+
+    A field is None where it was not recorded.
+    """
 
     # uint8, from 256 experts on uint16 [T, L, K]: the experts that computed the token at t as an input; the dtype's
     # maximum where they are not known, as of the last token.
@@ -62,6 +65,8 @@ class Choices:
     # int32 [T, M]: the ids, ascending and padded with −1, among which the token at t was drawn; −1 alone where none
     # was cut off, or nothing was drawn.
     kept: np.ndarray | None = None
+    # float32 [T], of loss.teacher, ≤ 0, and 0 on tokens that were not sampled
+    teacher: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Record:
     experts_per_token: int = 0  # K
     num_experts: int = 0  # routes lie in [0, num_experts), where they are known
     max_kept: int = 0  # the largest M; every sampled token has kept ids
+    has_teacher: bool = False  # whether every row has a teacher's log-probs
 
     @property
     def route_dtype(self) -> np.dtype:
@@ -82,7 +88,8 @@ class Record:
     def token_bytes(self) -> int:
         """Bytes of a token's record in a message, at most."""
         routes = self.num_layers * self.experts_per_token * self.route_dtype.itemsize
-        return routes + (KEPT_COUNT_DTYPE.itemsize + 4 * self.max_kept if self.max_kept else 0)
+        kept = KEPT_COUNT_DTYPE.itemsize + 4 * self.max_kept if self.max_kept else 0
+        return routes + kept + 4 * self.has_teacher
 
     def problem(self, choices: Choices, mask: np.ndarray) -> str:
         """The fault in the sizes of sound choices of a row, in words; "" for none. Routes may be absent."""
@@ -100,6 +107,9 @@ class Record:
         if routes is not None and (routes + routes.dtype.type(1)).max() > self.num_experts:
             bad = routes[(routes >= self.num_experts) & (routes < np.iinfo(routes.dtype).max)]
             return f"expert {bad[0]} in routes is outside [0, {self.num_experts})"
+        if (choices.teacher is not None) != self.has_teacher:
+            asks = "needs them" if self.has_teacher else "has no such teacher"
+            return f"a teacher's log-probs {'are missing' if self.has_teacher else 'are given'}, and the run {asks}"
         if not self.max_kept:
             return "kept ids are given, and the run cuts no token off" if kept is not None else ""
         if kept is not None and kept.shape[1] > self.max_kept:
@@ -264,9 +274,10 @@ class Batch:
     advantages: np.ndarray  # float32 [B, T], the sample's advantage on each of its tokens
     # float32 [B, T], the row's share of its sample's sampled tokens, or of its group's
     sample_share: np.ndarray
-    # Of `Choices`, for a learner that replays them; padding has the dtype's maximum, and −1.
+    # Of `Choices`, for a learner that replays them; padding has the dtype's maximum, −1, and 0.
     routes: np.ndarray | None = None  # uint8 or uint16 [B, T, L, K]
     kept: np.ndarray | None = None  # int32 [B, T, M]
+    teacher: np.ndarray | None = None  # float32 [B, T]
 
     def rows(self, chosen: slice | np.ndarray) -> "Batch":
         """Some of its rows."""
@@ -358,7 +369,13 @@ def choices_problem(choices: Choices, tokens: np.ndarray, mask: np.ndarray, voca
       mask: bool [T], True on sampled tokens.
       vocab_size: kept ids must lie in [0, vocab_size).
     """
-    routes, kept = choices.routes, choices.kept
+    routes, kept, teacher = choices.routes, choices.kept, choices.teacher
+    if teacher is not None:
+        if getattr(teacher, "dtype", None) != np.float32 or teacher.shape != tokens.shape:
+            found = f"{getattr(teacher, 'dtype', type(teacher))} {list(np.shape(teacher))}"
+            return f"teacher must be float32 [{len(tokens)}], got {found}"
+        if not (np.isfinite(teacher) & (teacher <= 0)).all() or teacher[~mask].any():
+            return "teacher must be finite, ≤ 0, and 0 where no token was sampled"
     if routes is not None:
         is_sound = isinstance(routes, np.ndarray) and routes.dtype in ROUTE_DTYPES
         if not is_sound or routes.ndim != 3 or len(routes) != len(tokens) or 0 in routes.shape:

@@ -86,6 +86,7 @@ MAY_IMPORT = {
 # Parts are made of the settings, the preflight looks at them, and roles wire them together. Tools, the command line and
 # the API stand above.
 MAY_IMPORT["parts"] = {
+    "active_clock",
     "config",
     "environments",
     "evaluation",
@@ -96,12 +97,14 @@ MAY_IMPORT["parts"] = {
     "rewards",
     "rollout",
     "sealed",
+    "servers",
     "tasks",
     "tracker",
     "types",
     "versions",
 }
 MAY_IMPORT["preflight"] = {
+    "active_clock",
     "config",
     "learner",
     "models",

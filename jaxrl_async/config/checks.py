@@ -94,11 +94,13 @@ def in_the_clear(s: Settings) -> list[str]:
             found.append(f"rollout.reward_addresses = {address}")
     if s.monitoring.address and not is_local(s.monitoring.address):
         found.append(f"monitoring.address = {s.monitoring.address}")
-    for name in ("addresses", "control_addresses"):
-        for url in getattr(s.server, name):
-            scheme, _, address = url.partition("://")
-            if scheme == "http" and not is_local(address):
-                found.append(f"server.{name} = {url}")
+    urls = [
+        (f"server.{n}", u) for n in ("addresses", "control_addresses") for u in getattr(s.server, n)
+    ]
+    for key, url in urls + [("loss.teacher", url) for url in s.loss.teachers.values()]:
+        scheme, _, address = url.partition("://")
+        if scheme == "http" and not is_local(address):
+            found.append(f"{key} = {url}")
     if s.weights.transport == "distributed" and not security.is_loopback(s.weights.rendezvous):
         found.append(f"weights.rendezvous = {s.weights.rendezvous}")
     return found
@@ -305,6 +307,7 @@ def _of_processes(s: Settings) -> Iterator[str]:
 def _of_rollout(s: Settings) -> Iterator[str]:
     rollout, environment = s.rollout, s.environment
     keys = (s.queue.token_env, s.server.api_key_env, s.server.admin_api_key_env)
+    keys += (s.loss.teacher_key_env,) if s.loss.teacher_key_env else ()
     for name in rollout.reward_environment:
         if name in keys:
             yield f"rollout.reward_environment must not name a key's variable, got {name!r}"
@@ -408,8 +411,16 @@ def _of_loss(s: Settings) -> Iterator[str]:
         yield f"loss.{error}"
     if loss.advantage in NEEDS_PEERS and rollout.group_size < 2:
         yield _needs_peers(s)
-    if loss.teacher and s.model.lora.rank:
-        yield f"loss.teacher needs model.lora.rank = 0, got {s.model.lora.rank}: a teacher has weights of its own"
+    if loss.teacher and not loss.teachers and s.model.lora.rank:
+        yield (
+            f"loss.teacher needs model.lora.rank = 0, got {s.model.lora.rank}: a teacher's files are a second set of "
+            "weights; the URL of a server is none"
+        )
+    if loss.teachers and (rollout.temperature != 1 or rollout.truncation):
+        yield (
+            "loss.teacher at a URL scores at temperature 1 among all tokens, and needs rollout.temperature = 1, "
+            f"top_p = 1, top_k = 0 and min_p = 0, got {rollout.temperature:g} and {rollout.truncation}"
+        )
     if loss.advantage == "batch" and s.mode == "periodic":
         yield (
             "loss.advantage 'batch' needs the rewards of all groups of a step, and mode 'periodic' trains the first "

@@ -54,6 +54,26 @@ def url(address: str) -> None:
         )
 
 
+def teachers_of(teacher: str) -> dict[str, str]:
+    """Task → URL of loss.teacher, where "" stands for the tasks that have none; {} of a checkpoint.
+
+    Raises:
+      SettingsError: neither a local path or a Hub id, nor URL or TASK=URL, or several with commas, each task once.
+    """
+    if is_bucket(teacher) or "://" not in teacher:
+        local_path(teacher)
+        return {}
+    found = {}
+    for part in map(str.strip, teacher.split(",")):
+        named = "=" in part and not part.startswith("http")
+        task, _, address = part.partition("=") if named else ("", "", part)
+        url(address)
+        if task in found:
+            raise SettingsError(f"must have each task once, got {teacher!r}")
+        found[task] = address
+    return found
+
+
 def delay_of(delay_steps: int | str) -> tuple[int, bool]:
     """(D, whether the delay of each step is drawn uniformly from 0 to D) of rollout.delay_steps.
 

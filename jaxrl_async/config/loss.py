@@ -94,9 +94,12 @@ class LossConfig:
     advantage: str = setting("grpo", "Advantage estimator.", choices=ADVANTAGES)
     baseline_shift: float = setting(0.0, "Number δV that is added to the baseline of the advantage (AsymRE): below 0, "
         "good answers count more than bad ones.", unit="reward", since="0.2.0")
-    teacher: str = setting("", "Model that the policy is distilled from: a Hugging Face directory or a Hub id "
-        "`ORGANIZATION/NAME` of the policy's shape and tokenizer, which is the reference of the run, too; empty for "
-        "none.", form=forms.local_path, since="0.2.0")
+    teacher: str = setting("", "Model that the policy is distilled from, with its tokenizer: a Hugging Face directory "
+        "or a Hub id `ORGANIZATION/NAME` of the policy's shape, which is the reference of the run, too; or the URL of "
+        "an inference server of any kind, or `TASK=URL`, several with commas, by the `task` in the metadata of a "
+        "prompt, else task.name; empty for none.", form=forms.teachers_of, since="0.2.0")
+    teacher_key_env: str = setting("", "Environment variable with the API key of the teachers' servers, or `@PATH` of "
+        "its file; empty for none.", form=forms.local_path, since="0.2.0")
     teacher_coefficient: float = setting(1.0, "Coefficient of log π_teacher − log π_θ of each token, which "
         "loss.teacher adds to the advantage.", at_least=0, since="0.2.0")
     anchor: str = setting("a3po", "Policy π_p that the clip is around.", choices=ANCHORS)
@@ -170,7 +173,13 @@ class LossConfig:
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference policy are needed."""
-        return bool(self.teacher) or (self.kl != "none" and self.kl_to == "reference")
+        from_files = bool(self.teacher) and not self.teachers
+        return from_files or (self.kl != "none" and self.kl_to == "reference")
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """Task → URL of the teachers that are servers; {} without any."""
+        return forms.teachers_of(self.teacher)
 
     @property
     def needs_recompute(self) -> bool:

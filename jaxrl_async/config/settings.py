@@ -287,7 +287,7 @@ class Rollout:
         "the like (rewards.child.ENVIRONMENT).", since="0.1.0")
     drop_equal_rewards: bool = setting(False, "Retire a group of equal rewards, and draw the next prompt (DAPO).")
     max_pass_rate: float | None = setting(None, "Mean reward of a group from which on its prompt is not drawn again in "
-        "later epochs, by the worker that saw it (ScaleRL); None draws all.", since="0.2.0")
+        "later epochs, by the worker that saw it, until that restarts (ScaleRL); None draws all.", since="0.2.0")
     overlong_buffer_tokens: int = setting(0, "Length of the soft penalty of DAPO: the last tokens before "
         "rollout.max_new_tokens cost up to 1 of reward; 0 for no penalty.", at_least=0)
     delay_steps: int | str = setting("0", "Age of the servers' weights in steps, for experiments: `D`, or `uniform(D)` "

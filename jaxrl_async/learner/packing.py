@@ -174,6 +174,13 @@ def _fill(pieces, segments, microbatch_rows, row_tokens, record):
         if (array := getattr(whole, name)) is not None:
             choices = [getattr(t.choices, name) for t in trajectories]
             _fill_choices(array, choices, segments, place)
+    if whole.teacher is not None:
+        taught = [t.choices.teacher for t in trajectories]
+        if any(one is None for one in taught):
+            raise ValueError(
+                "a trajectory has no log-probs of loss.teacher, which was no server when it was sampled"
+            )
+        whole.teacher.reshape(-1)[place] = np.concatenate(taught)[source]
     for array, values in (
         (whole.tokens, np.concatenate([t.tokens for t in trajectories])[source]),
         (whole.positions, position),
@@ -311,6 +318,7 @@ def empty_batch(microbatch_rows: int, row_tokens: int, record: Record = NO_RECOR
         sample_share=np.zeros(shape, np.float32),
         routes=np.full(routes, unknown, record.route_dtype) if record.num_layers else None,
         kept=np.full((*shape, record.max_kept), -1, np.int32) if record.max_kept else None,
+        teacher=np.zeros(shape, np.float32) if record.has_teacher else None,
     )
 
 

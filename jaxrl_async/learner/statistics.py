@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.models.experts import Routing
 from jaxrl_async.objectives import anchors, kl, masked, ratios, reductions
-from jaxrl_async.objectives.objective import Objective
+from jaxrl_async.objectives.objective import Objective, teacher_gap
 from jaxrl_async.objectives.tokens import Tokens
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}  # name → first staleness
@@ -99,9 +99,9 @@ class Statistics:
             "kl_k3": kl.k3(t.behavior_logprobs, t.logprobs, t.mask),
             "entropy": entropy,
             "staleness": t.staleness,
-            "advantage_sign": jnp.sign(t.advantages),
+            "advantage_sign": jnp.sign(parts.advantages),
             "penalty": parts.kl,
-            "to_teacher": 0 if t.reference_logprobs is None else t.logprobs - t.reference_logprobs,
+            "to_teacher": -teacher_gap(t) if self._config.teacher else None,
             "abs_proximal": None if t.proximal_logprobs is None else jnp.abs(t.proximal_logprobs),
         } | self._errors(t)
         if self._by_sequence:  # Each token has its part of the sequence's.

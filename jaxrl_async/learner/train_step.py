@@ -551,6 +551,7 @@ class TrainStep:
             segment_ids=batch.segment_ids,
             mask=batch.mask,
             sample_share=batch.sample_share,
+            teacher_logprobs=batch.teacher,
         )
         kl_coefficient = self._loss.kl_coefficient_of(policy_version + 1, self._learner.num_steps)
         parts = objective(tokens, self._loss, kl_coefficient)

@@ -24,6 +24,7 @@ class Objective:
     weight: jax.Array  # of the surrogate, ≥ 0
     clipped: jax.Array  # bool, True where the surrogate's clip acts
     kl: jax.Array | None  # the penalty in nats, before its coefficient; None without one
+    advantages: jax.Array  # with a teacher's part
 
 
 def objective(
@@ -37,7 +38,8 @@ def objective(
     """
     t = tokens.kept()
     if config.teacher:
-        t = dataclasses.replace(t, advantages=t.advantages + distilled(t, config))
+        gap = config.teacher_coefficient * teacher_gap(t)
+        t = dataclasses.replace(t, advantages=t.advantages + gap)
     anchor = anchors.ANCHORS[config.anchor](t, config)
     ratio = ratios.RATIOS[config.ratio](t.logprobs, anchor, t.mask, t.segment_ids)
     weight = weights.WEIGHTS[config.behavior_weight](t, anchor - t.behavior_logprobs, config)
@@ -64,22 +66,19 @@ def objective(
         weight=masked.keep(weight, t.mask),
         clipped=jnp.zeros_like(t.mask) if clips is None else clips(t, ratio, config) & t.mask,
         kl=penalty,
+        advantages=t.advantages,
     )
 
 
-def distilled(t: Tokens, config: LossConfig) -> jax.Array:
-    """What a teacher adds to the advantage of each token, float32 [B, T], detached, 0 where the mask is False.
+def teacher_gap(t: Tokens) -> jax.Array:
+    """log π_teacher − log π_θ of each token, float32 [B, T], detached, 0 where the mask is False; t: `Tokens.kept`.
 
-        coefficient · (log π_teacher − log π_θ)
-
-    On the policy's own samples its expectation is −KL(policy ‖ teacher), and the policy gradient with it is that KL's:
-    "On-Policy Distillation", Lu et al., 2025; no baseline.
-
-    Args:
-      t: `Tokens.kept`, whose reference_logprobs are the teacher's.
+    On the policy's own samples its expectation is −KL(policy ‖ teacher), and the policy gradient with it as advantage
+    is that KL's: "On-Policy Distillation", Lu et al., 2025; no baseline.
     """
-    gap = given(t.reference_logprobs) - jax.lax.stop_gradient(t.logprobs)
-    return config.teacher_coefficient * gap
+    asked = t.teacher_logprobs
+    teacher = given(t.reference_logprobs) if asked is None else asked
+    return teacher - jax.lax.stop_gradient(t.logprobs)
 
 
 def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:

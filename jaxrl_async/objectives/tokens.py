@@ -19,7 +19,7 @@ class Tokens:
     behavior_logprobs: jax.Array  # log π_b in nats
     # log π in nats at the weights that the step starts from; None unless it was recomputed
     proximal_logprobs: jax.Array | None
-    # log π_ref, or a teacher's, in nats; None unless the loss uses it
+    # log π_ref, or of a teacher's files, in nats; None unless the loss uses it
     reference_logprobs: jax.Array | None
     advantages: jax.Array
     staleness: jax.Array  # int, d in steps, ≥ 0
@@ -27,6 +27,9 @@ class Tokens:
     mask: jax.Array  # bool, True where a sampled token counts
     # share of the trajectory in its sample's sampled tokens; None where every sample is one trajectory
     sample_share: jax.Array | None = None
+    teacher_logprobs: jax.Array | None = (
+        None  # of a teacher that was asked; None for reference_logprobs
+    )
 
     def kept(self) -> "Tokens":
         """The same tokens with 0 wherever the mask is False, and all but `logprobs` detached."""
@@ -40,6 +43,7 @@ class Tokens:
             behavior_logprobs=keep(self.behavior_logprobs),
             proximal_logprobs=keep(self.proximal_logprobs),
             reference_logprobs=keep(self.reference_logprobs),
+            teacher_logprobs=keep(self.teacher_logprobs),
             advantages=keep(self.advantages),
         )
 

@@ -11,12 +11,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxrl_async import parts
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import server
+from jaxrl_async.rollout.teachers import Teachers
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Adapters, Expected, ServerError, UnfitServerError
 
 MAX_CONCURRENT = 64  # servers
+VOCAB_PADDING = 1024  # ids by which models with one tokenizer are padded apart
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +116,42 @@ def check_rewards(settings: Settings) -> None:
     _refuse(unfit, f"{len(addresses)} reward services")
     for line in silent:
         log.warning("%s", line)
+
+
+def check_teachers(settings: Settings, expected: Expected) -> None:
+    """Asks every teacher that is a server once; the workers wait for one that is not up yet.
+
+    Raises:
+      PreflightError: a line for each that refuses, has another vocabulary, or scores no row as long as the run's.
+    """
+    if (teachers := parts.teachers_of(settings, ActiveClock())) is not None:
+        asyncio.run(_check_teachers(settings, teachers, expected.config["vocab_size"]))
+
+
+async def _check_teachers(settings: Settings, teachers: Teachers, vocab_size: int) -> None:
+    timeout = {"timeout_secs": _timeout_of(settings)}
+    longest = min(settings.learner.row_tokens, settings.server.max_total_tokens)
+
+    async def check(address: str) -> ServerError | None:
+        try:
+            kind = await teachers.client.recognise(address, **timeout)
+            found = await kind.vocab_size(**timeout)
+            if found is not None and not vocab_size <= found <= vocab_size + VOCAB_PADDING:
+                reason = f"a teacher of {found} token ids has another vocabulary than the run, of {vocab_size}"
+                return UnfitServerError(address, kind.INFO, reason)
+            await kind.score([0] * longest, 1, **timeout)
+        except ServerError as error:
+            return error
+
+    addresses = set(teachers.addresses.values())
+    async with teachers.client:
+        found = await asyncio.gather(*map(check, addresses))
+    errors = [error for error in found if error is not None]
+    advice = ": loss.teacher_key_env must name its key"
+    unfit = [f"{e}{advice * (e.status in (401, 403))}" for e in errors if not e.retryable]
+    _refuse(unfit, f"{len(addresses)} teachers")
+    for error in errors:
+        log.warning("a teacher is not up yet: %s", error)
 
 
 def _refuse(unfit: Sequence[str], all_: str) -> None:

@@ -359,7 +359,7 @@ def decode_status(message: pb.StatusReply) -> QueueStatus:
     return QueueStatus(**values | {"roles": roles, "servers": servers, "waits": waits})
 
 
-_CHOICES = ("routes", "route_sizes", "kept_counts", "kept")
+_CHOICES = ("routes", "route_sizes", "kept_counts", "kept", "teacher")
 _ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"), ("mask", "|u1"))
 
 
@@ -400,6 +400,9 @@ def _encode_choices(rows: Sequence[Trajectory]) -> dict[str, Any]:
         is_id = kept >= 0
         fields["kept_counts"] = is_id.sum(axis=1).astype(KEPT_COUNT_DTYPE).tobytes()
         fields["kept"] = kept[is_id].astype("<i4", copy=False).tobytes()
+    taught = [row.choices.teacher for row in rows if row.choices.teacher is not None]
+    if taught:
+        fields["teacher"] = _to_bytes(taught, "<f4")
     return fields
 
 
@@ -427,6 +430,8 @@ def _decode_choices(message: pb.Group, lengths: list[int]) -> list[Choices]:
         found["kept"] = np.split(kept, ends[:-1])
     elif message.kept:
         _refuse(f"kept has {len(message.kept)} bytes, and there are no kept_counts")
+    if message.teacher:
+        found["teacher"] = np.split(_from_bytes(message, "teacher", "<f4", lengths), ends[:-1])
     return [Choices(**{name: rows[i] for name, rows in found.items()}) for i in range(len(lengths))]
 
 

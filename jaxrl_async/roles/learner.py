@@ -202,6 +202,8 @@ class _Process:
         config = parts.model_config_of(settings, tokenizer)
         expected = peers.expected_of(settings, config)
         is_foreign = self.process == 0 and links.check(expected)
+        if self.process == 0:
+            peers.check_teachers(settings, expected)
         mesh = mesh_of(settings.learner, links.devices)
         train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
         read_task = functools.cache(functools.partial(parts.same_task_of, settings, workdir))

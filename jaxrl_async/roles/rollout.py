@@ -87,6 +87,9 @@ async def work(
         client.record = runner.record
         gc_freeze("prompts")
         clock = ActiveClock()
+        teachers = parts.teachers_of(settings, clock)
+        if teachers is not None:
+            await stack.enter_async_context(teachers.client)
         sampler = Sampler(
             client=client,
             fleet=fleet,
@@ -117,6 +120,7 @@ async def work(
             max_running_groups=rollout.max_running_groups,
             drop_equal_rewards=rollout.drop_equal_rewards,
             max_pass_rate=rollout.max_pass_rate,
+            teachers=teachers,
             overlong=overlong,
             frictions=parts.frictions_of(settings, tokenizer),
             run_seed=settings.seed,

@@ -34,6 +34,7 @@ from jaxrl_async.rollout.failures import (
 from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
+from jaxrl_async.rollout.teachers import Teachers
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Sample, Trajectory, Turn
 
@@ -62,6 +63,7 @@ class Worker:
     # A prompt whose group had this mean reward or more is not sampled again ("No-Positive-Resampling" of ScaleRL, arXiv
     # 2510.13786). This worker's memory alone: others do not know, and a restart forgets.
     max_pass_rate: float | None = None
+    teachers: Teachers | None = None  # of a policy that is distilled from servers
     clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # the sampler's, read here
 
     def __post_init__(self):
@@ -142,6 +144,8 @@ class Worker:
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
         if stage == SCORING:
             return self.rewards.waits_for()
+        if stage == TEACHING and self.teachers:
+            return self.teachers.waits_for()
         return self.sampler.place_of(permit, sample) or self.runner.waits_for()
 
     async def _report_waits(self) -> None:
@@ -188,6 +192,9 @@ class Worker:
                 self._solved.add(self.prompts[permit.prompt_index].tokens.tobytes())
             if self.drop_equal_rewards and group.has_equal_rewards:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
+            if self.teachers is not None:
+                self._enter(permit, 0, TEACHING)
+                group = await self.teachers.teach(group, self.prompts[permit.prompt_index])
             outcome = await self.queue.submit(group)
             if outcome == OVERTAKEN:
                 log.info("%s came too late for the steps that its tokens may be trained in", permit)
@@ -203,6 +210,7 @@ class Worker:
             self.statistics.count(group, outcome)
         finally:
             del self._running[permit]
+            self._enter(permit, 0, None)
             self.sampler.release(permit)
             self._idle_since = time.monotonic()
             self._finished.set()
@@ -388,7 +396,8 @@ def _worst(failures: BaseExceptionGroup) -> BaseException:
     return (bugs + users + flat)[0]
 
 
-GENERATING, SCORING = "generating", "scoring"  # stages of a sample, and names of their seconds
+# Stages of a sample, and of a group whose teacher is asked, and names of their seconds.
+GENERATING, SCORING, TEACHING = "generating", "scoring", "teaching"
 CLOCK_SECS = STOP_SECS / 4  # between readings of the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report

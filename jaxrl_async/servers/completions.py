@@ -112,6 +112,18 @@ def checked_completion(
     )
 
 
+def read_scores(entries: Sequence[Sequence[Any]], tokens: Sequence[int]) -> np.ndarray:
+    """Log-probs float32 [N], finite and ≤ 0, of N tokens, from a server's entries: the last N are (log-prob, id, …).
+
+    Raises:
+      One of answers.MALFORMED: names the part, its value and its bound.
+    """
+    entries = entries[-len(tokens) :]
+    if integers("scored ids", [entry[1] for entry in entries]) != list(tokens):
+        raise ValueError(f"the ids of {len(entries)} scores are not those of {len(tokens)} tokens")
+    return _read_logprobs([entry[0] for entry in entries], len(tokens), least=_LEAST)
+
+
 def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> list[int]:
     """A list of integers in [start, end): no bools, no floats, no strings."""
     if type(values) is not list:
@@ -122,17 +134,15 @@ def integers(name: str, values: Any, *, start: int = 0, end: int = 2**31) -> lis
     return values
 
 
-def _read_logprobs(values: Any, count: int) -> np.ndarray:
+def _read_logprobs(values: Any, count: int, least: float = MIN_LOGPROB) -> np.ndarray:
     if not isinstance(values, np.ndarray) and not set(map(type, values)) <= {float, int}:
         raise ValueError(f"log-probs {shown(values)} are no numbers")
     logprobs = np.array(values, np.float64)
     if logprobs.shape != (count,):
         raise ValueError(f"{count} tokens, but {logprobs.size} log-probs")
-    is_bad = ~((logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB_ROUNDING))  # NaN, too.
+    is_bad = ~((logprobs >= least) & (logprobs <= MAX_LOGPROB_ROUNDING))  # NaN, too.
     if is_bad.any():
-        raise ValueError(
-            f"log-prob {logprobs[is_bad][0]} is not finite and in [{MIN_LOGPROB:g}, 0]"
-        )
+        raise ValueError(f"log-prob {logprobs[is_bad][0]} is not finite and in [{least:g}, 0]")
     return np.minimum(logprobs, 0).astype(np.float32)
 
 
@@ -227,4 +237,5 @@ def read_version(text: object, run_id: str) -> int:
 
 
 _VERSION = re.compile(r"(?P<run>[a-z2-7]{12}\.)?([0-9]{1,9}\.)?(?P<version>[0-9]{1,9})")
+_LEAST = float(np.finfo(np.float32).min)
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))

@@ -193,6 +193,20 @@ class Server(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """One server that a policy is distilled from."""
+
+    async def score(self, tokens: Sequence[int], first: int, *, timeout_secs: float) -> np.ndarray:
+        """Log-probs float32 [T − first] of a row of T tokens from `first` ≥ 1 on, at temperature 1.
+
+            scores[i] = log π(tokens[first + i] | tokens[:first + i]), by the weights that it has now
+
+        Raises:
+          ServerError: as of `Server.generate`.
+        """
+        ...
+
+
 class Kind(Server, Protocol):
     """One server, for publishing."""
 

@@ -282,6 +282,14 @@ def test_a_value_of_another_type_is_refused():
             r"loss.teacher needs model.lora.rank = 0, got 2",
         ),
         (
+            ["--config.loss.teacher=http://127.0.0.1:1", "--config.rollout.temperature=0.5"],
+            r"loss.teacher at a URL .*rollout.temperature = 1, .*got 0.5",
+        ),
+        (
+            ["--config.loss.teacher=http://a:1"],
+            r"loss.teacher = http://a:1 would be reached over the network without TLS",
+        ),
+        (
             ["--config.loss.advantage=batch", "--config.mode=periodic"],
             r"'batch' needs the rewards of all groups .*'periodic'",
         ),

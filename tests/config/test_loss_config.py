@@ -291,6 +291,21 @@ def test_a_loss_says_which_log_probs_it_needs():
     assert not LossConfig(**KL, kl_to="behavior").needs_reference
     assert not LossConfig(kl_to="reference").needs_reference
     assert LossConfig(teacher="a").needs_reference
+    assert not LossConfig(teacher="http://a:1").needs_reference
+
+
+def test_a_teacher_is_files_or_servers_by_task():
+    assert LossConfig(teacher="a/b=c").teachers == {}
+    two = LossConfig(teacher="sums=http://a:1, https://b:2/x=y")
+    assert two.teachers == {"sums": "http://a:1", "": "https://b:2/x=y"}
+    for teacher, words in (
+        ("ftp://a", r"teacher must be http://HOST.*got 'ftp://a'"),
+        ("sums=http://", r"teacher must be http://HOST.*got 'http://'"),
+        ("http://a:1,http://b:2", "teacher must have each task once"),
+        ("gs://a/b", "teacher must be on this machine"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            LossConfig(teacher=teacher)
 
 
 @pytest.mark.parametrize("name", [p for p in loss_config.PRESETS if p not in ("", "dr_grpo")])

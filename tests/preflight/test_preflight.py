@@ -9,6 +9,7 @@ import pytest
 from fixtures.fake_sglang import FakeServer, answer
 
 from jaxrl_async.config.build import base_config, make_settings
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.preflight import peers
 from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.preflight.server import check_router
@@ -270,3 +271,33 @@ machine.prepare(settings_of(config), workdir)
 sys.exit("jax" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+def test_a_teacher_that_cannot_teach_ends_the_run_before_it_begins(server, monkeypatch, caplog):
+    server.vocab_size = 100
+    monkeypatch.setenv("THE_KEY", "right")
+
+    def check(vocab_size=100, addresses=server.address, key="THE_KEY"):
+        loss = LossConfig(teacher=addresses, teacher_key_env=key)
+        settings = dataclasses.replace(settings_of(server), loss=loss)
+        expected = dataclasses.replace(EXPECTED, config={"vocab_size": vocab_size})
+        peers.check_teachers(settings, expected)
+
+    check()
+    assert server.payloads("/generate")[-1]["input_ids"] == [0] * 64  # as long as a row
+    check(vocab_size=80)  # padded
+    check(addresses="a=http://127.0.0.1:9")
+    assert "a teacher is not up yet" in caplog.text and "http://127.0.0.1:9" in caplog.text
+    for words, given in (
+        (
+            f"{server.address}.* of 100 token ids has another vocabulary .*, of 101",
+            {"vocab_size": 101},
+        ),
+        ("of 5000 token ids has another vocabulary", {"vocab_size": 99}),
+        ("HTTP 400: too long", {}),
+        ("HTTP 401.*: loss.teacher_key_env must name its key", {"key": ""}),
+    ):
+        server.vocab_size = 5000 if "5000" in words else 100
+        server.refused = {"max_new_tokens": "too long"} if "long" in words else {}
+        with pytest.raises(peers.PreflightError, match=rf"1 of 1 teachers .*\n.*{words}"):
+            check(**given)

@@ -16,6 +16,7 @@ from aiohttp import web
 from fixtures.fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
 from fixtures.queues import connected, learner_of, opened, worker_of
 
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.wire import check_group
@@ -29,6 +30,7 @@ from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner, rollout_function
 from jaxrl_async.rollout.sampler import Sampler, request_seed
 from jaxrl_async.rollout.single_turn import single_turn
+from jaxrl_async.rollout.teachers import Teachers
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
@@ -1377,6 +1379,34 @@ async def test_groups_of_equal_rewards_are_dropped_for_the_next_index(make_worke
     assert sorted(queue.returned) == [(Permit(i, 0), "equal_rewards", detail) for i in (0, 2)]
     assert worker.statistics.returned == {"equal_rewards": 2}
     assert "equal_rewards" not in caplog.text  # It is normal, and happens often.
+
+
+async def test_a_teacher_is_asked_last_and_its_fault_costs_the_group_alone(
+    make_worker, queue, servers, client
+):
+    servers[1].slow["/generate"] = 0.2
+    queue.records, queue.limit = queue.records[:1], 4
+    settings = {"task": "sums", "timeout_secs": 5.0, "outage_secs": 0.0, "clock": ActiveClock()}
+    teachers = Teachers(client=client, addresses={"": servers[1].address}, **settings)
+    worker = make_worker(
+        rewards=UnequalRewards(), drop_equal_rewards=True, teachers=teachers, max_running_groups=1
+    )
+    waits = []
+
+    def done():
+        waits.append([wait.on for wait in worker.waits()])
+        if queue.submitted:
+            servers[1].missing.add("/generate")
+        return len(queue.returned) == 3
+
+    await work_until(worker, done)
+    (group,) = queue.submitted
+    assert all((t.choices.teacher[t.mask] < 0).all() for t in group.trajectories)
+    assert ["its teacher's log-probs"] in waits
+    found = [(p.prompt_index, reason) for p, reason, _ in queue.returned]
+    assert found == [(0, "equal_rewards"), (2, "equal_rewards"), (3, "teacher_error")]
+    assert len(servers[1].payloads("/generate")) == 8  # none of a group that was dropped
+    assert worker._stages == {}
 
 
 class OwnPrompts(Prompts):

@@ -372,6 +372,16 @@ async def test_logprobs_are_after_temperature(server, client, versions, temperat
             assert found.max() <= EXACT
 
 
+async def test_a_teacher_scores_a_row_as_the_learner_would(server, client, versions):
+    tokens = np.random.default_rng(5).integers(2, CONFIG.vocab_size, 40)
+    kind, row = await kind_of(client, server), [*PROMPT, *tokens.tolist()]
+    expected = log_softmax(versions, 1, PROMPT, tokens)[np.arange(40), tokens]
+    for first in (1, len(PROMPT), len(row) - 1):
+        scores = await kind.score(row, first, timeout_secs=CALL_SECS)
+        assert len(scores) == len(row) - first
+        assert np.abs(scores[-40:] - expected[-len(scores) :]).max() <= EXACT
+
+
 @on_sglang_api(*SPEAK_SGLANG)
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
 async def test_logprobs_are_before_truncation(server, client, versions, truncation):

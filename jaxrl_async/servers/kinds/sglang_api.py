@@ -2,13 +2,16 @@
 
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.servers import answers, port
 from jaxrl_async.servers.batches import STREAMS_HEADER, Batches
 from jaxrl_async.servers.client import InferenceClient, encode
-from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.completions import read_completion, read_scores
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.versions import protocol
@@ -56,6 +59,16 @@ class SglangApi(HttpKind):
         """The completion in an answer; `adapter`: the name of the weights of all tokens, None: it says it."""
         with self.reading("/generate", f"answer to {request.rid}", retryable=True):
             return read_completion(answer, request, adapter)
+
+    async def score(self, tokens: Sequence[int], first: int, *, timeout_secs: float) -> np.ndarray:
+        """Log-probs of a row's tokens; see `port.Teacher`."""
+        body = {"rid": uuid.uuid4().hex, "input_ids": list(tokens), "stream": False}
+        # Nothing is sampled. SGLang gives the first of the tokens that it scores none.
+        body |= {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        body |= {"return_logprob": True, "logprob_start_len": first - 1}
+        answer = await self.post("/generate", body, timeout_secs, is_control=False)
+        with self.reading("/generate", "scores", retryable=True):
+            return read_scores(answer["meta_info"]["input_token_logprobs"], tokens[first:])
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""

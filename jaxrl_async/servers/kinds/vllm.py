@@ -12,7 +12,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,7 @@ from jaxrl_async.servers.completions import (
     integers,
     known_routes,
     read_base64,
+    read_scores,
 )
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.kinds.compared import MODELS, Compared
@@ -86,6 +87,17 @@ class Vllm(Compared):
             self._running.discard(request.rid)
         with self.reading(GENERATE, f"answer to {request.rid}", retryable=True):
             return _completion(answer, request, adapter)
+
+    async def score(self, tokens: Sequence[int], first: int, *, timeout_secs: float) -> np.ndarray:
+        """Log-probs of a row's tokens; see `port.Teacher`. One token is sampled, which it does not do without."""
+        body = {"request_id": uuid.uuid4().hex, "token_ids": list(tokens)}
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+        body |= {"sampling_params": sampling | {"detokenize": False}}
+        answer = await self.post(GENERATE, body, timeout_secs, is_control=False)
+        with self.reading(GENERATE, "scores", retryable=True):
+            found = zip(answer["prompt_logprobs"], tokens, strict=True)
+            entries = [(by_id[str(token)]["logprob"], token) for by_id, token in [*found][first:]]
+            return read_scores(entries, tokens[first:])
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request of this process whose id starts with `rid`, or all of the server when it is None."""
