@@ -98,7 +98,9 @@ class Laboratory:
             evaluations.append({"step": step} | samples.evaluate())
 
         state = train_step.init(self.first_params(settings))
-        reference = _copy(state.params) if settings.loss.needs_reference else None
+        config = parts.model_config_of(settings, self._tokenizer(settings))
+        own = functools.partial(_copy, state.params)
+        reference = parts.reference_of(settings, config, _mesh(settings), own)
         evaluate(0, state, None)
         versions.publish(0, versions.snapshot(state))
         state = learners.train(
@@ -297,6 +299,7 @@ def _check(settings: Settings) -> None:
         ("rollout.drop_equal_rewards", rollout.drop_equal_rewards, False),
         ("rollout.overlong_buffer_tokens", rollout.overlong_buffer_tokens, 0),
         ("weights.dtype", settings.weights.dtype, "float32"),
+        ("the servers in loss.teacher", settings.loss.teachers, {}),
     ):
         if value != wanted:
             raise ValueError(f"{name} must be {wanted!r} in one process, got {value!r}")
