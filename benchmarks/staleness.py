@@ -1,6 +1,6 @@
 """Final accuracy against staleness: what the age of the weights that sample costs each objective.
 
-    python benchmarks/staleness.py [--jobs=2] [--only='task=arithmetic,method=ppo|recompute'] [--rates]
+    python benchmarks/staleness.py [--jobs=2] [--only='task=arithmetic,method=ppo|recompute'] [--rates | --ess]
 
 In every step the weights that sample are exactly η steps old (`rollout.delay_steps`; fewer in the first η steps), a
 step makes two optimizer updates, and everything but the objective is equal. Two tasks, each from a SHORT warm start on
@@ -10,8 +10,10 @@ tokens of 4 symbols) and two-digit addition. Accuracy: share of held-out prompts
 With --rates each method has its own learning rate at each task and η: of three, the one of the highest mean accuracy
 over seeds that are not reported. Ten other seeds are then run at it.
 
-Finished runs are kept in --cache and never run again. Results: benchmarks/results/staleness.json and .png, and
-staleness_rates.json.
+With --ess A-3PO trains on the sums with and without `learner.rate_by_ess`, at η = 1 and 8 and each of three rates.
+
+Finished runs are kept in --cache and never run again. Results: benchmarks/results/staleness.json and .png,
+staleness_rates.json and staleness_ess.json.
 """
 
 import argparse
@@ -35,6 +37,8 @@ STALENESS = (0, 1, 2, 4, 8, 16)  # η, in steps
 RATES = (1e-4, 3e-4, 1e-3)
 CHOOSING_SEEDS = (100, 101, 102)
 REPORTED_SEEDS = tuple(range(10))
+# Of --ess:
+ESS_STALENESS = (1, 8)
 
 BASE = {
     "model.num_layers": 2,
@@ -122,9 +126,10 @@ NAMES = {
 def main():
     parser = grid.arguments(__doc__.split("\n")[0], name="staleness")
     parser.add_argument("--rates", action="store_true", help="each method at its best of three")
+    parser.add_argument("--ess", action="store_true", help="with and without learner.rate_by_ess")
     args = parser.parse_args()
-    if args.rates:
-        return rates(args)
+    if args.rates or args.ess:
+        return rates(args) if args.rates else ess(args)
     rows = grid.finish(runs(), summary, args)
     table = tabulate(rows)
     config = {"base": BASE, "tasks": TASKS, "methods": METHODS}
@@ -162,6 +167,38 @@ def rates(args: argparse.Namespace) -> None:
     report(table)
 
 
+def ess(args: argparse.Namespace) -> None:
+    """Compares the same seeds with and without a rate by the effective sample size."""
+    args.name = "staleness_ess"
+    cells = list(itertools.product(ESS_STALENESS, RATES, (False, True)))
+    rows = grid.finish(
+        [
+            run_of("arithmetic", "a3po", staleness, seed, rate=rate, rate_by_ess=by_ess)
+            for seed in SEEDS
+            for staleness, rate, by_ess in cells
+        ],
+        summary,
+        args,
+    )
+    found = collections.defaultdict(list)
+    for row in rows:
+        found[row["staleness"], row["rate"], row["rate_by_ess"]].append(row)
+    table = []
+    for staleness, rate in itertools.product(ESS_STALENESS, RATES):
+        without, by_ess = (found[staleness, rate, name] for name in (False, True))
+        cell = {"staleness": staleness, "rate": rate}
+        cell |= {"without": grid.mean_and_interval(map(accuracy, without))}
+        cell |= {"rate_by_ess": grid.mean_and_interval(map(accuracy, by_ess))}
+        cell |= {"difference": difference(by_ess, without)}
+        scales = [row["rate_scale"] for row in by_ess if "stopped" not in row]
+        cell |= {"rate_scale": grid.mean_and_interval(scales)}
+        table.append(cell)
+        print(cell)
+    result = {"base": BASE, "tasks": TASKS, "methods": METHODS, "table": table, "runs": rows}
+    seeds = sorted({row["seed"] for row in rows})
+    record.write(args.results / "staleness_ess.json", result, seeds=seeds)
+
+
 def best_rates(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], float]:
     """(task, method, staleness) → the rate of the highest mean accuracy, the lowest of equals."""
     best = {}
@@ -197,7 +234,13 @@ def runs() -> list[grid.Run]:
 
 
 def run_of(
-    task: str, method: str, staleness: int, seed: int, *, rate: float | None = None
+    task: str,
+    method: str,
+    staleness: int,
+    seed: int,
+    *,
+    rate: float | None = None,
+    rate_by_ess: bool | None = None,
 ) -> grid.Run:
     """One run, at the learning rate of BASE where none is given."""
     labels = {"task": task, "method": method, "staleness": staleness, "seed": seed}
@@ -206,6 +249,8 @@ def run_of(
     if rate is not None:
         labels["rate"] = rate
         overrides["learner.learning_rate"] = rate
+    if rate_by_ess is not None:
+        labels["rate_by_ess"] = overrides["learner.rate_by_ess"] = rate_by_ess
     return grid.Run(labels, grid.settings_with(overrides))
 
 
@@ -226,6 +271,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "kl_behavior": of("policy/kl_behavior"),
         "entropy_last": rows[-1]["policy/entropy"],
         "staleness_mean": of("staleness/mean"),
+        "rate_scale": float(np.mean([row.get("learner/rate_scale", 1.0) for row in rows])),
         "seconds": outcome.seconds,
     }
 

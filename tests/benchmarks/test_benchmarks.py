@@ -8,6 +8,7 @@ import sys
 
 import blocks
 import delight_reversal
+import distillation
 import grid
 import pytest
 import staleness
@@ -172,6 +173,55 @@ def test_each_method_is_compared_at_its_best_rate(tmp_path, monkeypatch, capsys)
     assert cell["accuracy"]["seeds"] == 2 and {r["rate"] for r in result["runs"][2:]} == {
         cell["rate"]
     }
+
+
+@pytest.mark.long
+def test_a_rate_by_ess_is_compared_seed_by_seed(tmp_path, monkeypatch):
+    short = {"learner.num_steps": 3, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
+    monkeypatch.setattr(staleness, "BASE", staleness.BASE | TINY)
+    task = staleness.TASKS["arithmetic"] | short
+    monkeypatch.setattr(staleness, "TASKS", {"arithmetic": task})
+    argv = ["staleness", "--ess", "--only=seed=0|1,staleness=1,rate=0.001"]
+    argv += [f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(staleness, "ESS_STALENESS", (1,))
+    monkeypatch.setattr(staleness, "RATES", (1e-3,))
+    staleness.main()
+    result = json.loads((tmp_path / "staleness_ess.json").read_text("utf-8"))
+    (cell,) = result["table"]
+    assert cell["difference"]["seeds"] == 2 and 0 < cell["rate_scale"]["mean"] < 1
+    assert [row["rate_scale"] for row in result["runs"] if not row["rate_by_ess"]] == [1, 1]
+
+
+@pytest.mark.long
+def test_rl_teaches_its_own_version_0(tmp_path, monkeypatch):
+    tiny = TINY | {"warm_start.num_steps": 60, "server.num_slots": 64}
+    tiny.pop("learner.num_steps")
+    task = staleness.TASKS["arithmetic"] | tiny
+    monkeypatch.setattr(staleness, "TASKS", {"arithmetic": task})
+    monkeypatch.setattr(distillation, "RATES", (1e-3,))
+    distillation.main(["--seeds=0", "--steps=10", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "distillation.json").read_text("utf-8"))
+    (rl, teacher, both) = result["runs"]
+    assert rl["curve"][0] == teacher["curve"][0] == both["curve"][0]
+    assert rl["steps_to"]["1"] <= 10 and "kl_teacher" not in rl
+    assert len(teacher["kl_teacher"]) == 2 and teacher["kl_teacher"] != both["kl_teacher"]
+
+
+def test_steps_are_to_the_first_score_of_a_share():
+    curve = [[0, 0.1], [5, 0.76], [10, 0.5], [15, 0.81]]
+    assert distillation.steps_to(curve, 0.8) == {"0.95": 5, "1": 15}
+    assert distillation.steps_to(curve, 0.9) == {"0.95": None, "1": None}
+
+    rows = [
+        {"kind": kind, "rate": rate, "steps_to": {"1": steps}, "curve": [[9, last]]}
+        for kind in distillation.ADVANTAGES
+        for rate in distillation.RATES
+        for steps, last in ((3, 0.4), (None, 0.2))
+    ]
+    cell = distillation.tabulate(rows)[1]
+    assert (cell["kind"], cell["rate"], cell["score"]["mean"]) == ("rl", 3e-4, pytest.approx(0.3))
+    assert cell["steps_to_1"] == {"mean": 3, "half_width": 0, "seeds": 1, "never": 1}
 
 
 def test_the_best_rate_has_the_highest_mean_over_its_seeds():
