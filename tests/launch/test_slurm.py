@@ -215,15 +215,12 @@ def test_a_job_whose_usage_is_bad_is_not_requeued(slurm, job_of, tmp_path):
     assert "ExitCode=2:0" in job.state()
 
 
-def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_where_it_is_preempted(
+def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_before_its_time_limit(
     slurm, job_of, tmp_path
 ):
     job = job_of(tmp_path / "pod", script=ROOT / "launch" / "slurm_pod.sbatch", before=(1,))
     job.wait_for(lambda: "version 2: pushed" in job.output_text())
-    slurm(
-        "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
-        "--wrap", "sleep 2",
-    )  # fmt: skip
+    slurm("scancel", "--batch", "--signal=TERM", job._id)  # as --signal=B: does
     job.wait_for_end()
     assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
     assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
