@@ -59,6 +59,7 @@ MEASURES = {
     "peers": "learner rollout inference models queue",
     "peers_17m": "learner rollout inference models queue",
     "planner": "queue extras/planner",
+    "splits": "queue extras/planner fit",
     "queue": "queue",
     "queue_routes": "queue",
     "relay": "intake versions",
