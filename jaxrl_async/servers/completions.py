@@ -119,7 +119,11 @@ def read_scores(entries: Sequence[Sequence[Any]], tokens: Sequence[int]) -> np.n
       One of answers.MALFORMED: names the part, its value and its bound.
     """
     entries = entries[-len(tokens) :]
-    if integers("scored ids", [entry[1] for entry in entries]) != list(tokens):
+    ids = integers("scored ids", [entry[1] for entry in entries])
+    last = max(tokens)  # SGLang writes 0 for the last id of a vocabulary.
+    if len(ids) != len(tokens) or any(
+        one != token and (one, token) != (0, last) for one, token in zip(ids, tokens, strict=True)
+    ):
         raise ValueError(f"the ids of {len(entries)} scores are not those of {len(tokens)} tokens")
     return _read_logprobs([entry[0] for entry in entries], len(tokens), least=_LEAST)
 

@@ -34,7 +34,7 @@ def test_slices_sum_what_one_device_does(divided):
     names = ("slices", "mesh_shape", "context")
     same = {name: value for name, value in divided.items() if name not in names}
     tokens = 256 if "attention_kernel" in same else 32
-    batches = pack(groups_of(8), row_tokens=tokens)
+    batches = pack(groups_of(2 * tokens // 3), row_tokens=tokens)
     several, alone = (make(RECOMPUTE, **changes) for changes in (divided, same))
     found = accumulated(batches, several)
     by_slice = found.sums[:, :, 0].sum(axis=1)

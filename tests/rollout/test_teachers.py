@@ -144,6 +144,7 @@ async def test_one_that_does_not_answer_costs_the_group():
     [
         ([[-0.1, 6], [-0.1, 7], [-0.1, 8]], "the ids of 3 scores are not those of 4 tokens"),
         ([[-0.1, 6], [-0.1, 7], [-0.1, 8], [-0.1, 5]], "the ids of 4 scores"),
+        ([[-0.1, 6], [-0.1, 0], [-0.1, 8], [-0.1, 9]], "the ids of 4 scores"),
         ([[-0.1, 6], [-0.1, 7], [-0.1, 8], [None, 9]], "are no numbers"),
         ([[-0.1, 6], [-0.1, 7], [-0.1, 8], [0.2, 9]], r"log-prob 0.2 is not finite and in"),
     ],
@@ -153,6 +154,15 @@ async def test_scores_that_are_none_are_an_error(sglang, scores, words):
     async with teaching(_=sglang.address) as teachers:
         with pytest.raises(RolloutError, match=f"malformed scores.*{words}"):
             await teachers.teach(group(), PROMPT)
+
+
+async def test_sglang_writes_0_for_the_last_id_of_a_vocabulary(sglang):
+    scores = [[-0.1, 6], [-0.2, 7], [-0.3, 8], [-0.4, 0]]
+    sglang.answers = [{"output_ids": [], "meta_info": {"input_token_logprobs": scores}}]
+    async with teaching(_=sglang.address) as teachers:
+        taught = await teachers.teach(group(), PROMPT)
+    found = taught.trajectories[0].choices.teacher[-4:]
+    np.testing.assert_allclose(found, [-0.1, -0.2, 0, -0.4], rtol=1e-6)  # Token 8 is not trained.
 
 
 async def test_what_it_refuses_is_not_asked_again(vllm):
