@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
     try:
         return _change(values) if changes else _pod(values)
     except plans.PlanError as error:
-        raise UsageError(f"--hosts={values.hosts or values.add}: {error}") from None
+        flag = f"--hosts={values.hosts}" if values.hosts else f"--add={values.add}"
+        raise UsageError(f"{flag}: {error}") from None
     except remote.PodError as error:
         print(f"pod: {error}", file=sys.stderr)
         return error.code

@@ -33,8 +33,7 @@ _LAG_MEANS = {
     "advantage_sign": "advantage_sign",
 }
 _MAXIMA = ("total_ratio", "ratio", "staleness", "fresh_abs_log_ratio")
-_EXPERTS = {  # of a model with experts
-    "experts/routes_differ": "differs",
+_EXPERTS = {  # means over tokens, of a model with experts
     "experts/routes_known": "known",
     "experts/entropy": "router_entropy",
     "experts/load": "load",
@@ -62,7 +61,7 @@ class Statistics:
             sums.append("abs_proximal")
         sums += [f"{name}/{error}" for name in self._approximations for error in _ERRORS]
         if has_experts:
-            sums += _EXPERTS.values()
+            sums += ["differs", *_EXPERTS.values()]
         self._by_sequence = by_sequence
         if by_sequence:
             sums += _BY_SEQUENCE

@@ -27,9 +27,8 @@ class Tokens:
     mask: jax.Array  # bool, True where a sampled token counts
     # share of the trajectory in its sample's sampled tokens; None where every sample is one trajectory
     sample_share: jax.Array | None = None
-    teacher_logprobs: jax.Array | None = (
-        None  # of a teacher that was asked; None for reference_logprobs
-    )
+    # log π_teacher in nats of a teacher that was asked; None where reference_logprobs are the teacher's
+    teacher_logprobs: jax.Array | None = None
 
     def kept(self) -> "Tokens":
         """The same tokens with 0 wherever the mask is False, and all but `logprobs` detached."""

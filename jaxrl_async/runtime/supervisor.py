@@ -408,7 +408,7 @@ def _watch(
     start: Callable[[str, bool], Role],
     on_step: Callable[[int], None] | None,
     stop_requested: Callable[[], bool],
-    change: Callable[[list[Role]], None] = lambda roles: None,
+    change: Callable[[list[Role]], None],
 ) -> bool:
     """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
     restarts = _Restarts(settings.supervisor, workdir, start)

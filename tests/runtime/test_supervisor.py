@@ -312,7 +312,8 @@ def test_a_run_whose_workdir_is_renamed_ends_at_once(start, tmp_path):
     threading.Timer(0.3, workdir.rename, [tmp_path / "other"]).start()
     roles = [start("import time; time.sleep(60)", "learner")]
     with pytest.raises(GoneError, match="run was deleted, renamed"):
-        supervisor._watch(roles, 1, settings, workdir, "127.0.0.1:1", start, None, lambda: False)
+        never, change = (lambda: False), (lambda roles: None)
+        supervisor._watch(roles, 1, settings, workdir, "127.0.0.1:1", start, None, never, change)
     assert roles[0].process.poll() is None
 
 
