@@ -172,8 +172,11 @@ class RealRun:
 def _real_runs() -> dict[str, RealRun]:
     models = ("1.5b", "8b", "32b")
     runs = {f"{m}_{t}": RealRun(m, t, {}) for m in models for t in REAL_TARGETS}
-    for target in ("v5e-4", "v5e-8"):  # Of benchmarks/splits.py.
+    for target in ("v5e-4", "v5e-8", "v6e-4", "v6e-8"):  # Of benchmarks/splits.py.
         runs[f"1.5b_{target}"] = RealRun("1.5b", target, {})
+    for chips in (4, 8):
+        target = f"2xv5e-{chips}"
+        runs[f"1.5b_{target}"] = RealRun("1.5b", target, {"slices": 2, "fsdp": chips})
     for target in ("v5e-16", "h100-8"):  # "splash" has no windows.
         runs[f"gemma3_1b_{target}"] = RealRun("gemma3_1b", target, {"attention_kernel": "xla"})
     runs["1.5b_v5e-16_xla"] = RealRun("1.5b", "v5e-16", {"attention_kernel": "xla"})

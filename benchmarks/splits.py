@@ -17,11 +17,15 @@ import fit
 import record
 
 from jaxrl_async.extras.planner import simulate_verb
+from jaxrl_async.fit.targets import target_of
 
-# Slice → its chips, and the shares of the learner. Within one slice a learner of 2 x v5e-16 is that of a v5e-32.
+# Slice → its chips, and the shares of the learner. Within one slice a learner of 2 x v5e-16 is that of a v5e-32; 2xv5e-8
+# is one over both slices, of 8 chips each.
 SLICES = {
     "v5e-16": (16, ("v5e-4", "v5e-8")),
+    "v6e-16": (16, ("v6e-4", "v6e-8")),
     "v5e-32, 2 × v5e-16": (32, ("v5e-4", "v5e-8", "v5e-16")),
+    "2 × v5e-16, learner on both": (32, ("2xv5e-4", "2xv5e-8")),
 }
 LENGTHS = "lognormal:300:0.8"  # of completions, as in docs/pods.md
 SEEDS = (0, 1)
@@ -42,11 +46,11 @@ def main() -> None:
 
 def simulated(model: str, chips: int, share: str, seed: int) -> dict:
     """The plan, the outcome and the limit of one division."""
-    kind, learners = share.split("-")
+    kind, learners = share.split("-")[0].removeprefix("2x"), target_of(share).num_devices
     out = pathlib.Path(model) / "out.json"
     flags = [f"--config={fit.CONFIG}", f"--config.model.path={model}", f"--preset={kind}"]
     flags += [f"--fit={fit.RESULTS}/1.5b_{share}.json", f"--lengths={LENGTHS}", f"--seed={seed}"]
-    flags += [f"--num_servers={chips - int(learners)}", "--num_steps=100", f"--out={out}"]
+    flags += [f"--num_servers={chips - learners}", "--num_steps=100", f"--out={out}"]
     flags += ["--config.rollout.max_running_groups=2048"]
     with contextlib.redirect_stdout(io.StringIO()):
         assert simulate_verb.main(flags) == 0
@@ -73,7 +77,7 @@ def table(rows: list[dict]) -> str:
     lines.append("|---" * 7 + "|")
     for name, row, mean in found:
         plan, secs = row["outcomes"][0]["plan"], 1 / mean("steps_per_sec")
-        cells = [name, row["share"].split("-")[1], str(plan["num_servers"])]
+        cells = [name, str(target_of(row["share"]).num_devices), str(plan["num_servers"])]
         cells.append(f"**{secs:.3g}**" if best[name][1] == row["share"] else f"{secs:.3g}")
         waits = mean("wait_data_share") + mean("wait_push_share")
         cells += [f"{waits:.0%}".rstrip("%"), f"{mean('servers_idle_share'):.0%}".rstrip("%")]
