@@ -19,8 +19,8 @@ import record
 from jaxrl_async.extras.planner import simulate_verb
 from jaxrl_async.fit.targets import target_of
 
-# Slice → its chips, and the shares of the learner. Within one slice a learner of 2 x v5e-16 is that of a v5e-32; 2xv5e-8
-# is one over both slices, of 8 chips each.
+# Slice → its chips, and the shares of the learner. Within one slice a learner of 2 x v5e-16 is that of a v5e-32; over
+# both a "2xv5e-8" has 8 chips of each.
 SLICES = {
     "v5e-16": (16, ("v5e-4", "v5e-8")),
     "v6e-16": (16, ("v6e-4", "v6e-8")),
