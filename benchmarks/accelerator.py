@@ -15,6 +15,8 @@ tests       `pytest -m accelerator`: kernels against the reference, offloaded mo
 quickstart  configs/quickstart.py in one process: its scores, seconds a step.
 mismatch    The same task by a model of 4 layers of 512 in bfloat16, periodic: |learner's − engine's log-prob| of every
             token of a step, at the same weights, over 200 pushes.
+smollm2     Only when named: configs/smollm2.py in bfloat16, a process a seed, all seeds at once on the one device, and
+            `evaluate` of each. --checkpoint is what launch/smollm2_checkpoint.py writes.
 
 A part is a process of its own, and so is a shape with a kernel; each has a deadline. What is measured is written at
 once to DIR/accelerator.jsonl, a row a line; all rows, with their origin, to DIR/accelerator.json at the end. A row
@@ -22,6 +24,7 @@ with "error" says what failed. --smoke takes tiny shapes and few steps, on any d
 """
 
 import argparse
+import concurrent.futures
 import itertools
 import json
 import os
@@ -47,7 +50,10 @@ PARTS = {
     "tests": 150,
     "quickstart": 150,
     "mismatch": 120,
+    "smollm2": 240,
 }
+BY_NAME = ("smollm2",)  # a part that runs only where it is named
+SEEDS = range(8)  # of smollm2
 NEXT_SECS = 5.0  # Less is not worth a process.
 _QWEN3_0_6B = dict(
     vocab_size=151936, num_layers=28, model_dim=1024, num_heads=16, num_kv_heads=8, head_dim=128, mlp_dim=3072,
@@ -57,11 +63,17 @@ _QWEN2_5_1_5B = dict(
     vocab_size=151936, num_layers=28, model_dim=1536, num_heads=12, num_kv_heads=2, head_dim=128, mlp_dim=8960,
     attention_bias=True, qk_norm=False, tied_embeddings=True, dtype="bfloat16", remat=True,
 )  # fmt: skip
+# Two of Qwen3-30B-A3B's layers: 1.5B parameters, .55B of them in use by a token.
+_EXPERTS = dict(
+    vocab_size=151936, family="qwen3_moe", num_layers=2, model_dim=2048, num_heads=32, num_kv_heads=4, head_dim=128,
+    mlp_dim=6144, num_experts=128, experts_per_token=8, expert_mlp_dim=768, qk_norm=True, tied_embeddings=True,
+    dtype="bfloat16", remat=True,
+)  # fmt: skip
 _TINY = dict(
     vocab_size=512, num_layers=2, model_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, mlp_dim=256,
     qk_norm=True, tied_embeddings=True, dtype="bfloat16", remat=True,
 )  # fmt: skip
-SHAPES = {"0.6b": _QWEN3_0_6B, "1.5b": _QWEN2_5_1_5B, "tiny": _TINY}
+SHAPES = {"0.6b": _QWEN3_0_6B, "1.5b": _QWEN2_5_1_5B, "experts": _EXPERTS, "tiny": _TINY}
 # Rows of a microbatch; the first half of a sequence is its prompt.
 ROWS = {
     "16k": dict(rows=1, row_tokens=16384, sequence=16384),
@@ -91,9 +103,16 @@ _MODEL += ["model.head_dim=64"]
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    default = ",".join(part for part in PARTS if part not in BY_NAME)
+    parser.add_argument("--parts", default=default, help=f"of {', '.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=10.0, help="of all parts together")
     parser.add_argument("--kernels", default="", help="attention kernels instead of the device's")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="the learner's cases whose 'shape tokens kernel remat' match this",
+    )
+    parser.add_argument("--checkpoint", type=pathlib.Path, help="of smollm2: its directory")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results/accelerator")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--case", help=argparse.SUPPRESS)  # of this process: JSON
@@ -103,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"unknown part {unknown[0]!r}: one of {', '.join(PARTS)}")
     if args.minutes <= 0:
         parser.error(f"--minutes must be > 0, got {args.minutes}")
+    if "smollm2" in parts and not (args.smoke or args.checkpoint):
+        parser.error("the part smollm2 needs --checkpoint=DIR, of launch/smollm2_checkpoint.py")
     args.out.mkdir(parents=True, exist_ok=True)
     rows = args.out / "accelerator.jsonl"
     if args.case:
@@ -123,6 +144,8 @@ def run_part(part: str, deadline: float, scratch: str, args: argparse.Namespace)
         platform = json.loads(line).get("platform", platform)
     kernels = args.kernels.split(",") if args.kernels else KERNELS.get(platform or "gpu")
     for case in cases_of(part, kernels, args.smoke):
+        if part == "learner" and not re.search(args.only, " ".join(map(str, case.values()))):
+            continue
         left = deadline - time.monotonic()
         if left < NEXT_SECS:
             write(rows, case | {"error": "not begun: the part's time was over"})
@@ -130,7 +153,7 @@ def run_part(part: str, deadline: float, scratch: str, args: argparse.Namespace)
         command = [
             sys.executable,
             __file__,
-            f"--case={json.dumps(case | {'scratch': scratch, 'out': str(args.out.resolve())})}",
+            f"--case={json.dumps(case | _paths(args, scratch))}",
         ]
         command += [f"--out={args.out}", *(["--smoke"] if args.smoke else [])]
         environment = os.environ | {
@@ -152,6 +175,11 @@ def run_part(part: str, deadline: float, scratch: str, args: argparse.Namespace)
         print(f"{case}: {time.monotonic() - start:.0f} s", flush=True)
 
 
+def _paths(args: argparse.Namespace, scratch: str) -> dict[str, str]:
+    found = {"scratch": scratch, "out": str(args.out.resolve())}
+    return found | ({"checkpoint": str(args.checkpoint.resolve())} if args.checkpoint else {})
+
+
 def cases_of(part: str, kernels: tuple[str, ...] | list[str], smoke: bool) -> list[dict[str, Any]]:
     """What is measured of a part, the most telling first."""
     if part == "learner":
@@ -160,6 +188,7 @@ def cases_of(part: str, kernels: tuple[str, ...] | list[str], smoke: bool) -> li
         works = [(*first, kernels[0], True), (*first, kernels[0], False)]
         works += [(*work, kernels[0], True) for work in rest]
         works += [(*first, kernel, True) for kernel in kernels[1:]]
+        works += [] if smoke else [("experts", "16k-packed", kernels[0], True)]
         names = "shape", "tokens", "kernel", "remat"
         return [dict(zip(names, work, strict=True), part=part) for work in works]
     if part == "engine":
@@ -168,7 +197,9 @@ def cases_of(part: str, kernels: tuple[str, ...] | list[str], smoke: bool) -> li
 
 
 def write(path: pathlib.Path, row: dict[str, Any]) -> None:
-    row = {name: value for name, value in row.items() if name not in ("scratch", "out")}
+    row = {
+        name: value for name, value in row.items() if name not in ("scratch", "out", "checkpoint")
+    }
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
     print(row, flush=True)
@@ -183,6 +214,7 @@ def measure(case: dict[str, Any], path: pathlib.Path, smoke: bool) -> None:
         "tests": accelerator_tests,
         "quickstart": quickstart,
         "mismatch": mismatch,
+        "smollm2": smollm2,
     }
     start = time.monotonic()
     try:
@@ -396,15 +428,42 @@ def mismatch(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     }
 
 
+def smollm2(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
+    flags = ["model.dtype=bfloat16"]
+    flags += [f"{name}.path={case['checkpoint']}" for name in ("model", "tokenizer") if not smoke]
+
+    def of_seed(seed: int) -> float:
+        name, start = f"smollm2-{seed}", time.monotonic()
+        config = f"configs/smollm2.py:{'smoke,' if smoke else ''}seed={seed}"
+        rows, _ = trained(case, config, flags, name)
+        secs, workdir = time.monotonic() - start, pathlib.Path(case["scratch"]) / name
+        command = [sys.executable, "-m", "jaxrl_async", "evaluate", f"--workdir={workdir}"]
+        done = subprocess.run(
+            [*command, "--steps=0,last"], cwd=ROOT, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise RuntimeError(f"evaluate ended with {done.returncode}: {done.stderr[-500:]}")
+        found = {"seed": seed, "train_secs": secs, "reward": [row["reward/mean"] for row in rows]}
+        found["scores"] = json.loads((workdir / "evaluation.json").read_text())
+        write(pathlib.Path(case["out"]) / "accelerator.jsonl", case | found | _pace(rows))
+        return found["scores"][-1]["pass@1"]
+
+    # Each process takes what it needs of the memory, not three quarters at its start.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    with concurrent.futures.ThreadPoolExecutor(len(SEEDS)) as pool:
+        return {"pass@1": list(pool.map(of_seed, SEEDS[: 2 if smoke else None]))}
+
+
 def trained(
-    case: dict[str, Any], config: str, flags: list[str]
+    case: dict[str, Any], config: str, flags: list[str], name: str = ""
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Trains in one process: the rows of metrics.jsonl, and the last lines that the run printed."""
-    workdir = pathlib.Path(case["scratch"]) / case["part"]
+    name = name or case["part"]
+    workdir = pathlib.Path(case["scratch"]) / name
     command = [sys.executable, "-m", "jaxrl_async", "train"]
     command += [f"--config={config}", f"--workdir={workdir}", "--config.supervisor.processes=one"]
     command += [f"--config.{flag}" for flag in flags]
-    log = pathlib.Path(case["out"]) / f"{case['part']}.log"
+    log = pathlib.Path(case["out"]) / f"{name}.log"
     with log.open("w") as file:
         done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
     said = log.read_text().splitlines()[-6:]

@@ -170,14 +170,17 @@ def rate(
             jax.block_until_ready(metrics)
     assert metrics["finite"] == 1
     params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    idle = len(config.expert_layers) * (config.num_experts - config.experts_per_token)
+    used = params - idle * 3 * config.model_dim * config.expert_mlp_dim  # by a token
     tokens = sum(batch.tokens.size for batch in batches)
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length(work)
-    flops = tokens * (6 * params + attention)
+    flops = tokens * (6 * used + attention)
     beside = flops / secs[1:] / np.mean(rates[1:], axis=1)
     raw = {"update_secs": secs[1:].tolist(), "matmul_flops_per_sec": rates[1:]}
     secs, best = float(np.median(secs[1:])), max(itertools.chain(*rates))
     return {
         "parameters": params,
+        "parameters_of_a_token": used,
         "tokens_per_update": tokens,
         "update_secs": secs,
         "tokens_per_sec": tokens / secs,
