@@ -86,6 +86,8 @@ def _pod(values) -> int:
         raise UsageError(f"--include: no {', '.join(missing)}")
     num_learners = plans.num_learners(hosts, values.servers, values.server_chips)
     config.learner.num_processes = num_learners
+    if config.learner.slices == 1:
+        config.learner.slices = plans.num_slices(hosts, num_learners)
     if config.weights.transport == "disk":
         config.weights.transport = "stream"
     settings = settings_of(config)

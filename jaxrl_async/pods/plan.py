@@ -6,7 +6,8 @@ Pure functions of texts and numbers, tested by values. Opens no file and no sock
     the last K       servers; the last of these reward services
 
 The TPU's variables are those of docs.jax.dev and libtpu for several processes on one VM; workers of a slice are
-numbered along x first (docs.cloud.google.com/tpu/docs). Never run on a TPU.
+numbered along x first (docs.cloud.google.com/tpu/docs). MEGASCALE_* join slices, as JAX and Ray read and set them. Never
+run on a TPU.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ from jaxrl_async.runtime.cluster import (
 from jaxrl_async.runtime.cluster import hosts_of as names_of
 
 TPU_PORT = 8471
+MEGASCALE_PORT = 8081
 LOST_SECS = 60.0  # until ssh gives up a host that is silent
 RETRY_SECS = 10.0  # until a lost host is tried again
 TPU = re.compile(r"v\d+[a-z]*")  # a kind of TPU
@@ -172,6 +174,24 @@ def num_learners(hosts: Sequence[Host], servers: int, server_chips: int) -> int:
     return len(hosts) - servers
 
 
+def num_slices(hosts: Sequence[Host], num: int) -> int:
+    """The TPU slices of the first `num` hosts, which learn; 1 for other hosts.
+
+    Raises:
+      PlanError: several, which are not whole or not equal.
+    """
+    nodes = {host.node: [o for o in hosts if o.node == host.node] for host in hosts[:num]}
+    kinds = {(len(of), of[0].kind, of[0].chips, of[0].grid) for of in nodes.values()}
+    if len(nodes) > 1 and (len(kinds) > 1 or sum(map(len, nodes.values())) != num):
+        found = ", ".join(
+            f"{node} has {len(of)} with {of[0].chips} × {of[0].kind}" for node, of in nodes.items()
+        )
+        raise PlanError(
+            f"{num} hosts learn, and a learner over several slices takes whole and equal ones: {found}"
+        )
+    return len(nodes)
+
+
 def make(
     hosts: Sequence[Host],
     *,
@@ -199,6 +219,7 @@ def make(
     num = num_learners(hosts, servers, server_chips)
     if not 0 <= rewards <= len(hosts):
         raise PlanError(f"--rewards = {rewards} must be in [0, {len(hosts)}], the hosts")
+    slices = num_slices(hosts, num)
     learners, samplers = hosts[:num], hosts[num:]
     if len({(host.kind, host.chips) for host in learners}) > 1:
         found = ", ".join(f"{host.name} {host.chips} × {host.kind}" for host in learners)
@@ -227,7 +248,7 @@ def make(
     for i in range(workers):
         roles.append(Role(f"rollout-{i}", learners[i % num], {"JAX_PLATFORMS": "cpu"}))
     for i, host in enumerate(learners):
-        environment = _learns(learners, i, chips)
+        environment = _learns(learners, i, chips, slices)
         if not chips and learner_devices > num:
             environment = {"JAX_NUM_CPU_DEVICES": str(learner_devices // num)}
         roles.append(Role("learner" if num == 1 else f"learner-{i}", host, environment))
@@ -236,7 +257,7 @@ def make(
         tuple(roles),
         num,
         chips * num,
-        _target(hosts[0], chips, num),
+        _target(hosts[0], chips, num, slices),
         f"{hosts[0].address}:{QUEUE_PORT}",
         addresses_of(serving),
         tuple(f"{host.address}:{REWARD_PORT}" for host in services),
@@ -269,14 +290,19 @@ def addresses_of(servers: Sequence[Role]) -> tuple[str, ...]:
     )
 
 
-def _learns(learners: Sequence[Host], index: int, chips: int) -> dict[str, str]:
+def _learns(learners: Sequence[Host], index: int, chips: int, slices: int) -> dict[str, str]:
     """The variables of a learner process: none where it has its host, and the learner its slice."""
     host, num = learners[index], len(learners)
+    if slices > 1:
+        return {
+            "MEGASCALE_COORDINATOR_ADDRESS": learners[0].address,
+            "MEGASCALE_PORT": str(MEGASCALE_PORT),
+            "MEGASCALE_NUM_SLICES": str(slices),
+            "MEGASCALE_SLICE_ID": str(index * slices // num),
+        }
     whole = chips == host.chips and num == math.prod(host.grid or (1,))
     if not chips or whole or not host.is_tpu:
         return {} if chips == host.chips else _shown(host, list(range(chips)))
-    if len({other.node for other in learners}) > 1:
-        raise PlanError("the learner's hosts must be of one slice")
     if num == 1:
         return _shown(host, list(range(chips)))
     x, y, z = (*host.grid, 1, 1, 1)[:3]
@@ -317,11 +343,12 @@ def _shown(host: Host, ids: Sequence[int]) -> dict[str, str]:
     }
 
 
-def _target(host: Host, chips: int, num: int) -> str:
+def _target(host: Host, chips: int, num: int, slices: int) -> str:
     if not chips:
         return ""
     if host.is_tpu:
-        return f"{host.kind}-{chips * num * (2 if host.kind in _CORES else 1)}"
+        number = chips * num // slices * (2 if host.kind in _CORES else 1)
+        return f"{f'{slices}x' if slices > 1 else ''}{host.kind}-{number}"
     return f"{f'{num}x' if num > 1 else ''}{host.kind}-{chips}"
 
 

@@ -9,6 +9,9 @@ from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import remote, survey
 
 
+SLICE = ("v5litepod-16", "4x4", 4)
+
+
 def node(kind, topology, num_hosts, name="slice", **more):
     """A TPU VM as `gcloud compute tpus tpu-vm describe --format=json` prints it."""
     return {
@@ -124,6 +127,46 @@ def test_the_box_of_the_learners_hosts_is_within_its_slice():
     assert environment(plan, "server-0")["TPU_VISIBLE_CHIPS"] == "0"
 
 
+def slices_of(*slices):
+    """The hosts of TPU VMs, as gcloud lists several; each of these: kind, topology, hosts."""
+    nodes = [node(*args, name=f"s{i}") for i, args in enumerate(slices)]
+    for i, one in enumerate(nodes):
+        for end in one["networkEndpoints"]:
+            end["ipAddress"] = end["ipAddress"].replace("10.0.0", f"10.0.{i}")
+    return plans.read_hosts(json.dumps(nodes))
+
+
+def test_a_learner_over_whole_slices_joins_them():
+    hosts = slices_of(SLICE, SLICE, ("v6e-8", "2x4", 1))
+    assert [plans.num_slices(hosts, num) for num in (1, 2, 4, 8)] == [1, 1, 1, 2]
+    plan = made(hosts, 32, servers=1)
+    assert environment(plan, "learner-3") == {
+        "MEGASCALE_COORDINATOR_ADDRESS": "10.0.0.1",
+        "MEGASCALE_PORT": "8081",
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": "0",
+    }
+    assert environment(plan, "learner-4")["MEGASCALE_SLICE_ID"] == "1"
+    assert (plan.coordinator, len(plan.servers)) == ("10.0.0.1:8476", 8)
+    target = target_of(plan.target)
+    assert (plan.target, target.num_slices, target.num_devices) == ("2xv5e-16", 2, 32)
+    assert made(slices_of(*[("v5p-16", "2x2x2", 2)] * 3), 16, servers=2).target == "2xv5p-16"
+
+
+@pytest.mark.parametrize(
+    ("slices", "servers", "found"),
+    [
+        ((SLICE, ("v5litepod-8", "2x4", 2)), 1, "5 hosts learn.* whole and equal"),
+        ((SLICE, SLICE), 2, "6 hosts learn.* whole and equal"),
+        ((SLICE, ("v5litepod-16", "2x8", 4), SLICE), 4, "8 hosts learn.* whole and equal"),
+        ((SLICE, ("v6e-16", "4x4", 4), SLICE), 4, "s0 has 4 with 4 × v5e, s1 has 4 with 4 × v6e"),
+    ],
+)
+def test_slices_that_are_not_whole_and_equal_are_refused_by_name(slices, servers, found):
+    with pytest.raises(plans.PlanError, match=found):
+        made(slices_of(*slices), 32, servers=servers)
+
+
 def test_one_host_is_split_by_chips():
     plan = made(hosts_of("v5litepod-8", "2x4", 1), 4, server_chips=4, servers_per_host=2)
     assert environment(plan, "learner")["TPU_VISIBLE_CHIPS"] == "0,1,2,3"
@@ -139,9 +182,6 @@ def test_one_host_is_split_by_chips():
     cpus = made(plans.read_hosts("a\nb\nc"), 4, servers=1)
     assert environment(cpus, "learner-1") == {"JAX_NUM_CPU_DEVICES": "2"}
     assert cpus.target == ""
-
-
-SLICE = ("v5litepod-16", "4x4", 4)
 
 
 @pytest.mark.parametrize(

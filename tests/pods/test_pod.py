@@ -1,6 +1,7 @@
 """A pod of hosts that are directories, each with a home of its own: a stand-in for ssh runs the commands there."""
 
 import contextlib
+import json
 import os
 import pathlib
 import random
@@ -312,6 +313,32 @@ def test_a_learner_that_does_not_fit_its_chips_is_refused(
     assert main.main(words) == result
     assert asked[0][2:5] == ["jaxrl_async", "fit", "--target=v5e-4"]
     assert ("does not fit its chips" in capsys.readouterr().err) == (code == 1)
+
+
+def test_a_dry_run_over_two_slices_shows_their_variables_and_what_fit_is_asked(tmp_path, capsys):
+    nodes = [
+        {
+            "name": f"projects/p/locations/z/nodes/{name}",
+            "acceleratorType": kind,
+            "acceleratorConfig": {"topology": topology},
+            "networkEndpoints": [{"ipAddress": f"10.0.{i}.{j}"} for j in range(1, num + 1)],
+        }
+        for i, (name, kind, topology, num) in enumerate(
+            [("a", "v5litepod-16", "4x4", 4), ("b", "v5litepod-16", "4x4", 4), ("c", "v6e-8", "2x4", 1)]
+        )
+    ]  # fmt: skip
+    (tmp_path / "slices.json").write_text(json.dumps(nodes))
+    words = [
+        "pod", f"--hosts={tmp_path}/slices.json", "--servers=1", f"--config={ROOT}/{QUICKSTART}", "--dry-run",
+        f"--workdir={tmp_path}/a", "--config.learner.fsdp=16", "--config.learner.microbatch_rows=32",
+    ]  # fmt: skip
+    assert main.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (fit,) = (line for line in lines if "jaxrl_async fit" in line)
+    assert "--target=2xv5e-16 " in fit
+    (last,) = (line for line in lines if "pods.host learner-7 " in line and "MEGASCALE" in line)
+    for text in ("MEGASCALE_NUM_SLICES=2", "MEGASCALE_SLICE_ID=1", "--coordinator=10.0.0.1:8476"):
+        assert text in last
 
 
 def test_gcloud_gets_the_worker_and_the_whole_command():
