@@ -6,7 +6,7 @@ Pure functions of texts and numbers, tested by values. Opens no file and no sock
     the last K       servers; the last of these reward services
 
 The TPU's variables are those of docs.jax.dev and libtpu for several processes on one VM; workers of a slice are
-numbered along x first (docs.cloud.google.com/tpu/docs). MEGASCALE_* join slices, as JAX and Ray read and set them. Never
+numbered along x first (docs.cloud.google.com/tpu/docs). MEGASCALE_* join slices, as JAX reads and Ray sets them. Never
 run on a TPU.
 """
 

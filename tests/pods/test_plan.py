@@ -8,7 +8,6 @@ from jaxrl_async.fit.targets import target_of
 from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import remote, survey
 
-
 SLICE = ("v5litepod-16", "4x4", 4)
 
 
