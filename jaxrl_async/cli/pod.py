@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
         hosts=("", "gcloud's JSON of TPU VMs, lines NAME [ADDRESS], or Slurm's node[1-4]; the first ones learn"),
         chips=("", "of each host, where --hosts does not say: v5e:4, h100:8; none: CPUs"),
         servers=(0, "hosts at the end of the list that sample"),
+        queue_hosts=(0, "hosts behind these with queue and rollout workers; 0: learner hosts have them"),
         server_chips=(0, "chips of the only learner host that sample"),
         servers_per_host=(0, "servers of a host; 0: one a chip, with server.command one a host"),
         rewards=(0, "hosts at the end of the list with a reward service"),
@@ -84,7 +85,9 @@ def _pod(values) -> int:
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:
         raise UsageError(f"--include: no {', '.join(missing)}")
-    num_learners = plans.num_learners(hosts, values.servers, values.server_chips)
+    num_learners = plans.num_learners(
+        hosts, values.servers, values.server_chips, values.queue_hosts
+    )
     config.learner.num_processes = num_learners
     if config.learner.slices == 1:
         config.learner.slices = plans.num_slices(hosts, num_learners)
@@ -100,6 +103,7 @@ def _pod(values) -> int:
         servers_per_host=per_host,
         workers=settings.rollout.num_workers,
         rewards=values.rewards,
+        queue_hosts=values.queue_hosts,
         learner_devices=settings.learner.num_devices,
     )
     directory = values.directory or f"jaxrl/{workdir.name}"

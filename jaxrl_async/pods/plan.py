@@ -3,7 +3,8 @@
 Pure functions of texts and numbers, tested by values. Opens no file and no socket, imports no JAX.
 
     hosts 0 … n-1    a learner process each; the first has the queue; rollout workers in turns
-    the last K       servers; the last of these reward services
+    the next K       servers
+    the last K       the queue and rollout workers, instead of learner hosts; the last hosts reward services
 
 The TPU's variables are those of docs.jax.dev and libtpu for several processes on one VM; workers of a slice are
 numbered along x first (docs.cloud.google.com/tpu/docs). MEGASCALE_* join slices, as JAX reads and Ray sets them. Never
@@ -85,6 +86,11 @@ class Plan:
     rewards: tuple[str, ...]
     coordinator: str  # "" with one learner process
 
+    @property
+    def queue_host(self) -> Host:
+        """The host that has the journal."""
+        return next(role.host for role in self.roles if role.name == "queue")
+
 
 def read_hosts(text: str, chips: str = "") -> list[Host]:
     """The hosts of a text: gcloud's JSON of TPU VMs, a line "NAME [ADDRESS]" for each, or Slurm's "node[1-4],login".
@@ -165,13 +171,16 @@ def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
         )
 
 
-def num_learners(hosts: Sequence[Host], servers: int, server_chips: int) -> int:
+def num_learners(
+    hosts: Sequence[Host], servers: int, server_chips: int, queue_hosts: int = 0
+) -> int:
     """The hosts that learn. Raises PlanError where none would, or nothing would sample."""
-    if not 0 <= servers < len(hosts):
-        raise PlanError(f"--servers = {servers} of {len(hosts)} hosts leaves none to learn")
+    if min(servers, queue_hosts) < 0 or servers + queue_hosts >= len(hosts):
+        others = f" and --queue_hosts = {queue_hosts}" if queue_hosts else ""
+        raise PlanError(f"--servers = {servers}{others} of {len(hosts)} hosts leaves none to learn")
     if not servers and server_chips < 1:
         raise PlanError("nothing would sample: give --servers=HOSTS or --server_chips=CHIPS")
-    return len(hosts) - servers
+    return len(hosts) - servers - queue_hosts
 
 
 def num_slices(hosts: Sequence[Host], num: int) -> int:
@@ -200,27 +209,31 @@ def make(
     servers_per_host: int = 0,
     workers: int = 1,
     rewards: int = 0,
+    queue_hosts: int = 0,
     learner_devices: int = 1,
 ) -> Plan:
     """The plan of a run.
 
     Args:
       hosts: of the run; the first ones learn.
-      servers: hosts at the end of the list that sample, whole.
+      servers: hosts after those that sample, whole.
       server_chips: of the only learner host, which sample instead; its last ones.
       servers_per_host: of a host that samples, and of such chips; 0: one for each chip, one on a CPU.
       workers: rollout workers.
       rewards: hosts with a reward service, from the end of the list on.
+      queue_hosts: hosts at the end of the list with the queue and the rollout workers; their chips are idle.
       learner_devices: of the config's mesh.
 
     Raises:
       PlanError: the split fits nothing.
     """
-    num = num_learners(hosts, servers, server_chips)
+    num = num_learners(hosts, servers, server_chips, queue_hosts)
     if not 0 <= rewards <= len(hosts):
         raise PlanError(f"--rewards = {rewards} must be in [0, {len(hosts)}], the hosts")
     slices = num_slices(hosts, num)
-    learners, samplers = hosts[:num], hosts[num:]
+    learners, samplers = hosts[:num], hosts[num : num + servers]
+    others = [dataclasses.replace(host, kind="", chips=0) for host in hosts[num + servers :]]
+    hosts, workers_at = [*learners, *samplers, *others], others or learners
     if len({(host.kind, host.chips) for host in learners}) > 1:
         found = ", ".join(f"{host.name} {host.chips} × {host.kind}" for host in learners)
         raise PlanError(f"learner hosts must have the same chips: {found}")
@@ -237,7 +250,7 @@ def make(
             f"the config's mesh has {learner_devices} devices, and {of} learn: set learner.fsdp and its like, or "
             "another --servers"
         )
-    roles = [Role("queue", hosts[0], {"JAX_PLATFORMS": "cpu"})]
+    roles = [Role("queue", workers_at[0], {"JAX_PLATFORMS": "cpu"})]
     serving = serve(samplers, servers_per_host)
     if server_chips:
         serving += serve(hosts[:1], servers_per_host, skip=chips, first=len(serving))
@@ -246,7 +259,9 @@ def make(
     for i, host in enumerate(services):
         roles.append(Role(f"rewards-{i}", host, {"JAX_PLATFORMS": "cpu"}))
     for i in range(workers):
-        roles.append(Role(f"rollout-{i}", learners[i % num], {"JAX_PLATFORMS": "cpu"}))
+        roles.append(
+            Role(f"rollout-{i}", workers_at[i % len(workers_at)], {"JAX_PLATFORMS": "cpu"})
+        )
     for i, host in enumerate(learners):
         environment = _learns(learners, i, chips, slices)
         if not chips and learner_devices > num:
@@ -258,7 +273,7 @@ def make(
         num,
         chips * num,
         _target(hosts[0], chips, num, slices),
-        f"{hosts[0].address}:{QUEUE_PORT}",
+        f"{workers_at[0].address}:{QUEUE_PORT}",
         addresses_of(serving),
         tuple(f"{host.address}:{REWARD_PORT}" for host in services),
         f"{hosts[0].address}:{COORDINATOR_PORT}" if num > 1 else "",

@@ -51,8 +51,9 @@ COLLECT_SECS = 60.0  # interval at which metrics and samples come home
 LONG_SECS = 3600.0  # deadline of a copy of the whole workdir, and of an installation
 CLOCK_SECS = 60.0  # bound on the difference of two clocks
 # Of the workdir of the first host, what never comes home, and what comes at the end.
+_JOURNAL = "journal.sqlite*"
 _STAYS = ("weights", "keys", "logs", "roles.json", "scrape", "pod", "servers")
-_LAST = ("checkpoints", "base", "journal.sqlite*")
+_LAST = ("checkpoints", "base", _JOURNAL)
 
 _ADDRESSES = "--config.server.addresses="
 
@@ -280,13 +281,17 @@ def begin(
     Raises:
       PodError: the host refuses the run.
     """
-    first = plan.hosts[0]
+    first, queue = plan.hosts[0], plan.queue_host
     there = shell.run(first, "ls run/checkpoints 2>/dev/null || true", secs=secs).split()
     here = [path.name for path in workdir.glob("checkpoints/*")]
-    if _last(here) > _last(there):
+    if newer := _last(here) > _last(there):
         print(f"{first.name}: the run of {workdir}, up to step {_last(here)}", flush=True)
         kept = {p.name: p for p in workdir.iterdir() if p.name not in _STAYS}
         shell.run(first, "tar xzf - -C run", secs=LONG_SECS, data=tar(kept))
+    journal = {path.name: path for path in workdir.glob(_JOURNAL)}
+    if queue != first and journal:
+        known = f"rm -f run/{_JOURNAL};" if newer else "[ -e run/journal.sqlite ] ||"
+        shell.run(queue, f"{known} tar xzf - -C run", secs=LONG_SECS, data=tar(journal))
     try:
         print(shell.run(first, prepare, secs=LONG_SECS), end="", flush=True)
     except PodError as error:
@@ -424,7 +429,7 @@ def run(
                 answer = str(error)
             _replace(workdir / ANSWER, answer)
 
-    with _coming_home(shell, plan.hosts[0], workdir):
+    with _coming_home(shell, plan, workdir):
         try:
             return supervisor.supervise(
                 list(fleet.roles), plan.num_learners, settings, workdir, plan.queue, start,
@@ -543,9 +548,10 @@ def _follow(stream, log: pathlib.Path, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def _coming_home(shell: Shell, host: Host, workdir: pathlib.Path) -> Iterator[None]:
+def _coming_home(shell: Shell, plan: Plan, workdir: pathlib.Path) -> Iterator[None]:
     """Brings metrics and samples now and then, and all of the run at the end, however it ends."""
-    over = threading.Event()
+    over, host = threading.Event(), plan.hosts[0]
+    elsewhere = plan.queue_host != host
 
     def often() -> None:
         while not over.wait(COLLECT_SECS):
@@ -559,5 +565,7 @@ def _coming_home(shell: Shell, host: Host, workdir: pathlib.Path) -> Iterator[No
     finally:
         over.set()
         thread.join(2 * COLLECT_SECS)
-        pull(shell, host, workdir, _STAYS, secs=LONG_SECS)
+        pull(shell, host, workdir, [*_STAYS, *[_JOURNAL] * elsewhere], secs=LONG_SECS)
+        if elsewhere:
+            pull(shell, plan.queue_host, workdir, ["[!j]*"], secs=LONG_SECS)
         settle(workdir / "journal.sqlite")

@@ -116,11 +116,14 @@ def bucket(pod, tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_of_six_hosts_outlives_what_happens_to_hosts(pod, bucket):
-    """Two learn and four sample, at the settings that ship; a fault comes when the run goes on after the one before."""
+def test_a_run_of_seven_hosts_outlives_what_happens_to_hosts(pod, bucket):
+    """Two learn, as two slices, four sample, and one has queue and workers, at the settings that ship.
+
+    A fault comes when the run goes on after the one before.
+    """
     hosts, home = pod.hosts, pod.home
     words = [
-        "--servers=4", "--config.learner.data=2", "--config.rollout.num_workers=2",
+        "--servers=4", "--queue_hosts=1", "--config.learner.slices=2", "--config.rollout.num_workers=2",
         f"--config.checkpoint.directory=gs://{buckets.BUCKET}/run", "--config.checkpoint.every_steps=5",
     ]  # fmt: skip
 
@@ -130,7 +133,7 @@ def test_a_run_of_six_hosts_outlives_what_happens_to_hosts(pod, bucket):
         pod.wait_for(log)
 
     hosts.start("f", size="24M")
-    pod.start("abcdef", *words, "--config.learner.num_steps=100000", environ=bucket)
+    pod.start("abcdefh", *words, "--config.learner.num_steps=100000", environ=bucket)
     pod.wait_for("version 2: pushed")
     hosts.kill("c")  # It never comes back.
     goes_on()
@@ -148,7 +151,7 @@ def test_a_run_of_six_hosts_outlives_what_happens_to_hosts(pod, bucket):
     assert pod.verb("--add", f"g {hosts.address('g')}") == ""
     pod.wait_for("g server-4: ")
     pod.wait_for(f"http://{hosts.address('g')}:30000 is HEALTHY")
-    assert "b has rollout-1, learner-1: only hosts that sample leave" in pod.verb("--remove", "b")
+    assert "b has learner-1: only hosts that sample leave" in pod.verb("--remove", "b")
     assert pod.verb("--remove", "f") == ""
     goes_on()
     # A learner's host is preempted, and another one comes with its name.
@@ -163,7 +166,11 @@ def test_a_run_of_six_hosts_outlives_what_happens_to_hosts(pod, bucket):
     assert JournalReader(home / "journal.sqlite").audit() == NOTHING
     assert [row["step"] for row in read_metrics(home)] == list(range(1, last + 1))
     pod.start(
-        "abdeg", *words[1:], "--servers=3", f"--config.learner.num_steps={last + 2}", environ=bucket
+        "abdegh",
+        *words[1:],
+        "--servers=3",
+        f"--config.learner.num_steps={last + 2}",
+        environ=bucket,
     )
     assert pod.wait() == 0, pod.output()
     assert [row["step"] for row in read_metrics(home)] == list(range(1, last + 3))

@@ -111,6 +111,20 @@ def test_half_of_a_slice_learns_and_each_chip_of_the_rest_is_a_server():
     assert plans.text(plan).endswith(cost)
 
 
+def test_queue_and_workers_are_on_hosts_of_their_own_where_asked():
+    hosts = plans.read_hosts("\n".join(f"h{i} 10.0.0.{i}" for i in range(8)), "h100:2")
+    plan = made(hosts, 4, servers=4, servers_per_host=1, queue_hosts=2, workers=3, rewards=1)
+    at = {role.name: role.host.name for role in plan.roles}
+    assert at == {
+        "queue": "h6", "server-0": "h2", "server-1": "h3", "server-2": "h4", "server-3": "h5", "rewards-0": "h7",
+        "rollout-0": "h6", "rollout-1": "h7", "rollout-2": "h6", "learner-0": "h0", "learner-1": "h1",
+    }  # fmt: skip
+    assert (plan.queue, plan.queue_host.name, plan.coordinator) == (
+        "10.0.0.6:7000", "h6", "10.0.0.0:8476",
+    )  # fmt: skip
+    assert [host.chips for host in plan.hosts] == [2] * 6 + [0] * 2
+
+
 def test_the_box_of_the_learners_hosts_is_within_its_slice():
     wide = hosts_of("v5litepod-32", "4x8", 8)
     assert environment(made(wide, 24, servers=2), "learner-0")["TPU_PROCESS_BOUNDS"] == "2,3,1"
@@ -188,6 +202,13 @@ def test_one_host_is_split_by_chips():
     [
         (SLICE, 16, {}, "nothing would sample"),
         (SLICE, 16, {"servers": 4}, "--servers = 4 of 4 hosts leaves none"),
+        (
+            SLICE,
+            16,
+            {"servers": 1, "queue_hosts": 3},
+            "and --queue_hosts = 3 of 4 hosts leaves none",
+        ),
+        (SLICE, 16, {"servers": 2, "queue_hosts": -1}, "--queue_hosts = -1 of 4 hosts"),
         (SLICE, 4, {"servers": 2}, "mesh has 4 devices, and 2 hosts with 4 chips each learn"),
         (SLICE, 12, {"servers": 1}, "3 of 2 × 2 × 1 hosts are no box"),
         (SLICE, 8, {"servers": 2, "server_chips": 1}, "--server_chips splits a host, and 2 learn"),

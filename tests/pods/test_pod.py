@@ -196,16 +196,22 @@ def test_a_run_goes_on_without_a_server_host(hosts, pod, tmp_path, comes_back):
 
 
 @pytest.mark.long
-def test_a_run_resumes_on_other_hosts_from_what_came_home(hosts, pod, run, tmp_path):
-    words = [*hosts(2), "--servers=1"]
+def test_a_run_with_its_queue_elsewhere_resumes_on_other_hosts_from_what_came_home(
+    hosts, pod, run, tmp_path
+):
+    words = [*hosts(3), "--servers=1", "--queue_hosts=1"]
     process = pod(*words, "--config.learner.num_steps=60")
     wait_for(tmp_path, process, "version 2: pushed")
     process.terminate()
     assert process.wait(RUN_TIMEOUT_SECS) == 75, (tmp_path / "output").read_text()
     home = tmp_path / "home"
+    assert (
+        "c queue: " in (output := (tmp_path / "output").read_text()) and "c rollout-0: " in output
+    )
+    assert not list(tmp_path.glob("a/jaxrl/home/run/journal*"))
     (last,) = {max(checkpoint_steps(home))}
     assert 2 <= last < 60
-    for host in "ab":
+    for host in "abc":
         shutil.rmtree(tmp_path / host)
     process = pod(*words, f"--config.learner.num_steps={last + 2}")
     assert process.wait(RUN_TIMEOUT_SECS) == 0, (tmp_path / "output").read_text()
