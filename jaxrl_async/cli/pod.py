@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import shlex
 import subprocess
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     if not values.workdir or bool(values.hosts) == bool(changes):
         raise UsageError("--workdir is needed, and --hosts, or --add or --remove")
     try:
-        return _change(values) if changes else _pod(values)
+        return _change(values) if changes else _pod(values, argv)
     except plans.PlanError as error:
         flag = f"--hosts={values.hosts}" if values.hosts else f"--add={values.add}"
         raise UsageError(f"{flag}: {error}") from None
@@ -74,13 +75,15 @@ def main(argv: list[str]) -> int:
         return error.code
 
 
-def _pod(values) -> int:
+def _pod(values, argv: list[str]) -> int:
     config, workdir = values.config, pathlib.Path(values.workdir).absolute()
     secs = values.deadline_secs
-    if config.queue.address or config.server.addresses or config.server.discover:
-        raise UsageError(
-            "the addresses of queue and servers come from --hosts, and the config has some"
-        )
+    own = ("queue.address", "server.addresses", "server.discover")
+    if given := [w for w in argv if w.startswith(tuple(f"--config.{name}" for name in own))]:
+        raise UsageError(f"the addresses of queue and servers come from --hosts: {given[0]}")
+    config.queue.address, config.server.addresses, config.server.discover = "", (), ""
+    if config.queue.token_env not in os.environ and not config.queue.token_env.startswith("@"):
+        config.queue.token_env = ""  # `pod` makes a key.
     hosts = _hosts(values.hosts, values.chips)
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:

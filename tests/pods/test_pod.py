@@ -269,7 +269,10 @@ def test_hosts_that_cannot_take_part_are_all_named_before_a_role_starts(hosts, t
         (["--servers=2"], "--servers = 2 of 2 hosts leaves none to learn"),
         (["--servers=0"], "nothing would sample"),
         (["--servers=1", "--hosts=none.json"], "no file none.json"),
-        (["--servers=1", "--config.queue.address=a:1"], "come from --hosts, and the config has"),
+        (
+            ["--servers=1", "--config.queue.address=a:1"],
+            "come from --hosts: --config.queue.address=a:1",
+        ),
         (["--servers=1", "--include=/none"], "--include: no /none"),
         (["--servers=1", "--chips=v5e:4"], "mesh has 1 devices, and 1 hosts with 4 chips"),
     ],
@@ -321,18 +324,34 @@ def test_a_learner_that_does_not_fit_its_chips_is_refused(
     assert ("does not fit its chips" in capsys.readouterr().err) == (code == 1)
 
 
+def of(name, num_hosts, number=0):
+    """A TPU VM of 4 × 4 chips, as gcloud describes it."""
+    return {
+        "name": f"projects/p/locations/z/nodes/{name}",
+        "acceleratorType": "v5litepod-16",
+        "acceleratorConfig": {"topology": "4x4"},
+        "networkEndpoints": [{"ipAddress": f"10.0.{number}.{i}"} for i in range(1, num_hosts + 1)],
+    }
+
+
+SLICE = of("a", 4)
+
+
+def test_the_first_command_of_the_page_plans_its_slice(tmp_path, monkeypatch, capsys):
+    block = (ROOT / "docs" / "pods.md").read_text().partition("```\n")[2].partition("```")[0]
+    command = next(line for line in block.splitlines() if line.startswith("python"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "slice.json").write_text(json.dumps(SLICE))
+    words = [word.replace("$SETUP", "true") for word in shlex.split(command)[3:]]
+    assert main.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "--target=v5e-4" in shown and shown.count("pods.host server-") == 12
+    assert "config.queue.token_env=@run/keys/queue" in shown and "queue-0:7000" not in shown
+
+
 def test_a_dry_run_over_two_slices_shows_their_variables_and_what_fit_is_asked(tmp_path, capsys):
-    nodes = [
-        {
-            "name": f"projects/p/locations/z/nodes/{name}",
-            "acceleratorType": kind,
-            "acceleratorConfig": {"topology": topology},
-            "networkEndpoints": [{"ipAddress": f"10.0.{i}.{j}"} for j in range(1, num + 1)],
-        }
-        for i, (name, kind, topology, num) in enumerate(
-            [("a", "v5litepod-16", "4x4", 4), ("b", "v5litepod-16", "4x4", 4), ("c", "v6e-8", "2x4", 1)]
-        )
-    ]  # fmt: skip
+    nodes = [SLICE, of("b", 4, 1), of("c", 1, 2) | {"acceleratorType": "v6e-8"}]
     (tmp_path / "slices.json").write_text(json.dumps(nodes))
     words = [
         "pod", f"--hosts={tmp_path}/slices.json", "--servers=1", f"--config={ROOT}/{QUICKSTART}", "--dry-run",
