@@ -15,9 +15,7 @@ import hashlib
 import json
 import logging
 import pathlib
-import platform
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,8 +36,6 @@ from jaxrl_async.versions.layout import tensor_digest
 WRITE_TIMEOUT_SECS = 3600  # of one checkpoint, on all processes
 _NEVER_SECS = 10**8  # in Orbax, whose deadlines are of the wall clock, which may step
 DAMAGED = "damaged-checkpoint-{}"  # in the workdir: a checkpoint that a fallback put aside
-# In a bucket: the learner that began last there, whose run may be another machine's.
-OWNER = "owner"
 
 log = logging.getLogger(__name__)
 Place = tuple[slice, ...]
@@ -118,14 +114,10 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(timeout_secs=_NEVER_SECS),
             ),
         )
-        self._owner = ""
         if remove_unfinished and jax.process_index() == 0:
             # The manager would do it in a thread, which a process that ends soon interrupts with a traceback.
             for unfinished in ocp.path.step.all_temporary_paths(self._directory):
                 unfinished.get().rmtree()
-            if self._in_bucket:
-                self._owner = f"{platform.node()} {secrets.token_hex(8)}"
-                (self._directory / OWNER).write_text(self._owner)
         self._writing: tuple[int, concurrent.futures.Future[Written]] | None = None
         self._failed = False
 
@@ -150,12 +142,6 @@ class Checkpoints:
           CheckpointError: the checkpoint before was not written, or this one cannot be; names the step.
         """
         self.written(wait=True)
-        if self._owner and (owner := (self._directory / OWNER).read_text()) != self._owner:
-            self._failed = True
-            raise CheckpointError(
-                f"checkpoint {step} is not written: another learner, of {owner.partition(' ')[0]}, has begun to write "
-                f"to {self._directory}"
-            )
         start = time.monotonic()
         told = {"step": step, "position": _json_digest(resume_point)}
         shards = shards_on_host(state)  # Orbax makes the same copies, and keeps them as long.

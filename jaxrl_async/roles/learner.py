@@ -22,6 +22,7 @@ from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.learner import checkpoint, follower, processes
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
+from jaxrl_async.learner.lease import Lease
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.learner.profile import Profile, TracedTimers
 from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
@@ -82,15 +83,19 @@ def run(
       Whether the last step is done.
     """
     set_flags(settings)
-    with processes.joined(
-        coordinator=coordinator, process=process, num_processes=settings.learner.num_processes
-    ) as process:
-        links = links or Links(settings)
+    num_processes, directory = settings.learner.num_processes, settings.checkpoint.directory
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(
+            processes.joined(coordinator=coordinator, process=process, num_processes=num_processes)
+        )
+        lease = Lease(directory, workdir) if directory and process == 0 else None
+        if lease:
+            stack.enter_context(lease.held())
         checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
         # Whatever fails meanwhile: a process that ends while one is written logs errors below the cause.
-        with contextlib.closing(checkpoints):
-            learner = _Process(settings, workdir, process, links, checkpoints)
-            return learner.train(resume=resume, fallback=fallback, stop_requested=stop_requested)
+        stack.enter_context(contextlib.closing(checkpoints))
+        of = (settings, workdir, process, links or Links(settings), checkpoints, lease)
+        return _Process(*of).train(resume=resume, fallback=fallback, stop_requested=stop_requested)
 
 
 def set_flags(settings: Settings) -> None:
@@ -190,6 +195,7 @@ class _Process:
     process: int
     links: Links
     checkpoints: Checkpoints
+    lease: Lease | None  # on the bucket of the checkpoints, of process 0
 
     @property
     def _part(self) -> dict[str, int]:
@@ -391,6 +397,8 @@ class _Process:
 
             def should_stop(step: int, chunk_arrived: bool) -> bool:
                 check_workdir()
+                if self.lease:
+                    self.lease.check()
                 saves.check()
                 if chunk_arrived:
                     profile.begin(step)
@@ -399,6 +407,8 @@ class _Process:
 
             def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:
                 queue.confirm()  # An elder learner must not overwrite a younger one's checkpoints.
+                if self.lease:
+                    self.lease.confirm()
                 saves.save(step, state, resume_point)
 
             def keep(step: int, groups: Sequence[Group]) -> None:

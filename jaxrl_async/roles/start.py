@@ -62,7 +62,7 @@ def begin(
 
     Raises:
       StartError: as `check_workdir`; or the workdir cannot be written, or model.path not be read, or its context
-        length is exceeded.
+        length is exceeded; or another run goes on in checkpoint.directory.
       SettingsError: as `check_new`.
     """
     changes = check_workdir(config, workdir, resume=resume)
@@ -79,6 +79,11 @@ def begin(
         changed = filter(None, (*warnings(settings), libraries.changes(workdir)))
         for line in [*changes, *(f"warning: {text}" for text in changed)]:
             print(line, flush=True)
+        if directory:
+            with workdirs.reached(directory):
+                from jaxrl_async.learner.lease import Lease
+
+                Lease(directory, workdir).take()
         workdirs.write_config(workdir, _with_shape(config, settings))
         libraries.record(workdir, max(workdirs.checkpoint_steps(workdir), default=0))
     return True

@@ -72,7 +72,7 @@ def checkpoint_steps(workdir: pathlib.Path, directory: str | None = None) -> lis
     if not directory:
         names = workdir.glob("checkpoints/*")
         return sorted(int(path.name) for path in names if path.name.isdigit())
-    with _reached(directory):
+    with reached(directory):
         if not (bucket := epath.Path(directory)).exists():
             return []
         found = [path for path in bucket.iterdir() if path.name.isdigit()]
@@ -88,11 +88,13 @@ def _bucket_of(workdir: pathlib.Path) -> str:
 
 
 @contextlib.contextmanager
-def _reached(directory: str) -> Iterator[None]:
+def reached(directory: str) -> Iterator[None]:
     """Raises StartError where a bucket cannot be read or written: the libraries of stores have errors of their own."""
     extra = "s3" if directory.startswith("s3://") else "gcs"
     try:
         yield
+    except StartError:
+        raise
     except ImportError as error:
         raise StartError(
             f"checkpoint.directory needs `pip install jaxrl_async[{extra}]`: {error}"
@@ -269,7 +271,7 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     steps = checkpoint_steps(workdir, directory) if path.exists() else []
     content = json.dumps(sealed.sealed(json.loads(text)), indent=2)
     if directory:
-        with _reached(directory):
+        with reached(directory):
             (epath.Path(directory) / "config.json").write_text(content)
     with written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)

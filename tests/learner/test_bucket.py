@@ -1,6 +1,7 @@
 """Checkpoints in buckets of both kinds: killed in an upload, damaged, read on another machine, and written by two."""
 
 import json
+import os
 import pathlib
 import platform
 import re
@@ -16,7 +17,12 @@ from orbax.checkpoint._src.path.atomicity_defaults import get_default_temporary_
 from orbax.checkpoint._src.serialization.tensorstore_utils import build_kvstore_tspec
 
 import jaxrl_async.learner.checkpoint  # noqa: F401  # It teaches orbax s3://.
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.fields import StartError
+from jaxrl_async.learner import lease as leases
 from jaxrl_async.queue.journal import DeletedError, JournalReader
+from jaxrl_async.records import SupersededError
+from jaxrl_async.roles import start
 
 PROCESS = str(pathlib.Path(buckets.__file__).with_name("bucket_process.py"))
 TRAIN = ["-m", "jaxrl_async", "train", "--config=configs/quickstart.py:smoke,mode=sync"]
@@ -106,13 +112,111 @@ def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(e
     )
 
 
+@pytest.fixture
+def leased(scheme):
+    return f"{scheme}://{buckets.BUCKET}/leased"
+
+
+@pytest.fixture
+def lease_of(environ, leased, tmp_path, monkeypatch):
+    """Makes leases on the bucket, of workdirs by their names; watched for so long that only a change ends it."""
+    for name in environ.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environ[name])
+    monkeypatch.setattr(leases, "BEAT_SECS", 0.04)
+    yield lambda name: leases.Lease(leased, tmp_path / name)
+    leases.Lease(leased, tmp_path)._store.write(leases.NAME, None).result(buckets.START_SECS)
+
+
+def lost(lease):
+    """The sentence with which a holder ends."""
+    deadline = time.monotonic() + buckets.START_SECS
+    while time.monotonic() < deadline:
+        try:
+            lease.check()
+        except SupersededError as error:
+            return str(error)
+        time.sleep(0.02)
+
+
+def test_a_younger_run_is_refused_while_the_lease_of_the_elder_changes(lease_of, leased, tmp_path):
+    elder, younger = lease_of("a"), lease_of("b")
+    with elder.held():
+        with pytest.raises(StartError) as refused:
+            younger.take()
+        elder.check()
+    said = f"{leased} belongs to a run that goes on, of {platform.node()} in {tmp_path}/a: end it"
+    assert str(refused.value).startswith(said)
+    assert f"delete {leased}/lease.json" in str(refused.value) and "60 s" in str(refused.value)
+    assert younger._store.read(leases.NAME).result().state == "missing"  # Given back at its end.
+
+
+def test_of_two_that_take_a_free_lease_at_once_one_keeps_it(lease_of, scheme):
+    first, second = lease_of("a"), lease_of("b")
+    free = first._store.read(leases.NAME).result()
+    assert first._write(free)
+    # moto knows conditional writes, and fake-gcs-server does not.
+    assert second._write(free) == (scheme == "gs")
+    with pytest.raises(SupersededError):
+        (first if scheme == "gs" else second).confirm()
+
+
+def test_a_run_is_refused_before_it_writes_to_the_bucket_of_another(lease_of, leased, tmp_path):
+    config = load_config("configs/quickstart.py:smoke")
+    config.checkpoint.directory = leased
+    with lease_of("a").held(), pytest.raises(StartError, match="belongs to a run that goes on"):
+        start.begin(config, settings_of(config), tmp_path / "b", resume=False)
+    assert not (epath.Path(leased) / "config.json").exists()
+    assert not (tmp_path / "b" / "config.json").exists()
+
+
+def test_a_lease_that_did_not_change_is_taken_and_its_holder_ends(lease_of, tmp_path, monkeypatch):
+    elder, younger = lease_of("a"), lease_of("b")
+    elder.take()  # Its process is frozen.
+    monkeypatch.setattr(leases, "LEASE_SECS", 0.2)
+    younger.take()
+    with pytest.raises(SupersededError, match=f"is of another run, of .* in {tmp_path}/b"):
+        elder.confirm()
+    younger.confirm()
+
+
+def test_a_later_process_of_a_workdir_takes_its_lease_at_once(lease_of, tmp_path):
+    elder = lease_of("a")
+    with elder.held():
+        later = lease_of("a")
+        later.take()
+        assert f"in {tmp_path}/a: this one ends" in lost(elder)
+    later.confirm()  # The elder does not give back what is another's.
+
+
+def test_a_lease_that_is_deleted_ends_its_holder(lease_of, leased):
+    elder = lease_of("a")
+    with elder.held():
+        elder._store.write(leases.NAME, None).result(buckets.START_SECS)
+        assert lost(elder) == f"{leased}/lease.json was deleted: this one ends"
+
+
 @pytest.mark.long
-def test_of_two_learners_on_one_bucket_the_elder_stops(environ, place):
-    done = buckets.run(environ, PROCESS, "two", place)
-    assert (
-        f"checkpoint 5 is not written: another learner, of {platform.node()}, has begun to write to {place}"
-        in done.stdout
-    )
+def test_the_younger_of_two_runs_is_refused_and_the_elder_ends_with_its_lease(
+    environ, leased, lease_of, tmp_path
+):
+    words = [*TRAIN, f"--config.checkpoint.directory={leased}", "--config.learner.num_steps=100000"]
+    words += ["--config.checkpoint.every_steps=1"]
+    log, elder = tmp_path / "log", [sys.executable, *words, f"--workdir={tmp_path}/a"]
+    with open(log, "w") as file, subprocess.Popen(elder, env=environ, stderr=file) as elder:
+        try:
+            deadline = time.monotonic() + buckets.PROCESS_SECS
+            while not buckets.names(environ, "leased/1/commit_success.txt"):
+                assert elder.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+            younger = buckets.run(environ, *words, f"--workdir={tmp_path}/b", "--resume")
+            assert younger.returncode == 2
+            assert f"{leased} belongs to a run that goes on" in younger.stderr
+            lease_of("b")._store.write(leases.NAME, None).result(buckets.START_SECS)
+            elder.wait(buckets.PROCESS_SECS)
+        finally:
+            elder.kill()
+    assert elder.returncode == 1
+    assert f"{leased}/lease.json was deleted: this one ends" in log.read_text()
 
 
 @pytest.mark.long
