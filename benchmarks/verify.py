@@ -69,7 +69,9 @@ MEASURES = {
     "servers": "servers publishing inference",
     "sessions": "rollout servers",
     "shared_prompts": "learner models",
+    "distillation": "objectives learner",
     "staleness": "objectives learner",
+    "staleness_ess": "objectives learner",
     "staleness_rates": "objectives learner",
     "time_to_accuracy": "learner rollout queue objectives",
     "weights": "publishing versions intake servers",
@@ -82,6 +84,7 @@ SCRIPTS |= {
     "peers_17m": "peers",
     "queue": "trajectory_queue",
     "queue_routes": "trajectory_queue",
+    "staleness_ess": "staleness",
     "staleness_rates": "staleness",
 }
 SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith(("conform_", "weights_"))}
@@ -282,6 +285,15 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     for task in ("token_reversal", "arithmetic"):
         over = result("staleness_rates")["table"][task]["a3po"]["8"]["over"]
         yield "staleness_rates", PAGE, _interval(over["tis"], signed=True, flip=True)
+    for row in result("staleness_ess")["table"]:
+        cells = [_interval(row["without"]), _interval(row["rate_by_ess"])]
+        cells += [_interval(row["difference"], signed=True), _dot(row["rate_scale"]["mean"])]
+        first = f"| {row['staleness']} | {_power(row['rate'])}"
+        yield "staleness_ess", METHODS, f"{first} | {' | '.join(cells)} |"
+    for row in result("distillation")["table"]:
+        cells = [row["kind"], _power(row["rate"]), _interval(row["score"])]
+        cells += [_steps(row[f"steps_to_{share}"]) for share in ("0.95", "1")]
+        yield "distillation", METHODS, f"| {' | '.join(cells)} |"
     shape = result("anchors")["shapes"]["17m"]
     plain, remat = (shape[k]["steps"]["recompute"]["over_behavior"] for k in ("no remat", "remat"))
     text = f"| {plain['median']:.2f}x ({remat['median']:.2f}x with remat) | quartiles "
@@ -383,6 +395,12 @@ def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = Fals
     mean = -cell["mean"] if flip else cell["mean"]
     sign = ("−" if f"{mean:.3f}"[0] == "-" else "+") if signed else ""
     return f"{sign}{_dot(abs(mean), 3)} ± {_dot(cell['half_width'], 3)}"
+
+
+def _steps(cell: dict[str, float]) -> str:
+    seeds = cell.get("seeds", 0)
+    interval = f"{cell['mean']:.0f} ± {cell['half_width']:.0f}" if seeds > 1 else "–"
+    return f"{interval} ({seeds} of {seeds + cell['never']})"
 
 
 def _dot(value: float, digits: int = 2) -> str:
