@@ -262,9 +262,8 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     for columns in result("staleness")["table"].values():
         for by_age in columns.values():
             row = [cell["accuracy"] for cell in by_age.values()]
-            cells = [f"{_dot(cell['mean'])} ± {_dot(cell['half_width'])}" for cell in row]
-            for cell in cells:
-                yield "staleness", METHODS, cell
+            for cell in row:
+                yield "staleness", METHODS, _pair(cell)
     names = (
         "policy gradient",
         "importance weights",
@@ -278,6 +277,13 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         row = [run for run in runs if (run["method"], run["delay"]) == (name, 1000)]
         cells = [f"{100 * run['error']:.1f} ± {100 * run['half']:.1f} %" for run in row]
         yield "delight_digits", METHODS, f"| 1000 | {' | '.join(cells)} |"
+    errors = result("delight_reversal")["sequence_error"]
+    order = ("pg", "ppo", "decoupled_a3po", "tis", "dg")
+    names = ("policy gradient", "PPO", "A-3PO", "TIS", "DG")
+    cells = [_pair(errors["all"][method]) for method in order]
+    text = ", ".join(map(" ".join, zip(names, cells, strict=True)))
+    alone = (_pair(errors["none"][method]) for method in ("pg", "dg"))
+    yield "delight_reversal", PAGE, f"{text}; without any, {' and DG '.join(alone)} (half"
     best = result("delight_digits")["tables"][1]["methods"]
     order = ("importance weights", "A-3PO", "truncated weights", "PPO", "delightful")
     cells = [f"{100 * best[name]['best_error']:.1f}" for name in order]
@@ -389,6 +395,10 @@ def _order_cells(row: dict[str, Any]) -> list[str]:
     )
     speedup = sum(row["speedup"]) / len(row["speedup"])
     return [_dot(speedup), f"{dropped:.0%}".replace("%", " %"), _dot(length)]
+
+
+def _pair(cell: dict[str, float]) -> str:
+    return f"{_dot(cell['mean'])} ± {_dot(cell['half_width'])}"
 
 
 def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = False) -> str:
