@@ -194,7 +194,7 @@ def _job(
     spec["containers"] = [{**container, "volumeMounts": mounts, "resources": resources}]
     codes = {"operator": "In", "values": [75 if is_learner else 2]}
     ended = {"action": "FailJob", "onExitCodes": codes}
-    evicted = {"action": "FailJob" if is_learner else "Ignore"}
+    evicted: dict[str, Any] = {"action": "FailJob" if is_learner else "Ignore"}
     evicted["onPodConditions"] = [{"type": "DisruptionTarget", "status": "True"}]
     return {
         "name": name,
