@@ -13,7 +13,11 @@ from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.models import sharding
 from jaxrl_async.runtime.supervisor import in_one_process, visible_devices
 
-pytestmark = [pytest.mark.accelerator, pytest.mark.optimised]
+pytestmark = [
+    pytest.mark.accelerator,
+    pytest.mark.optimised,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning"),
+]
 MODEL = dict(
     vocab_size=512, num_layers=2, model_dim=128, num_heads=2, num_kv_heads=1, head_dim=64, mlp_dim=256
 )  # fmt: skip

@@ -221,7 +221,7 @@ def mosaic_gpu_attention(q_BTHC, k_BTNC, v_BTNC, ids):
 
 
 def triton_attention(q_BTHC, k_BTNC, v_BTNC, ids):
-    """`mosaic_gpu_attention` by tokamax's kernel in Triton, whose backward pass reads a mask of T × T bytes a row."""
+    """`mosaic_gpu_attention` by tokamax's kernel in Triton forwards, and ours, over blocks in range, backwards."""
     attend = functools.partial(_in_passes, _TRITON)
     return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from jax.experimental import pallas, topologies
 
 from jaxrl_async.fit import flops
 from jaxrl_async.fit.targets import target_of
-from jaxrl_async.models import attention, gpu_attention, sharding
+from jaxrl_async.models import attention, gpu_attention, gpu_attention_backward, sharding
 
 _PROMPT, _SEGMENTS = 60, [[1, 2, 3, 0], [1, 2, 3, 4]]
 _LENGTHS = [_PROMPT, 70, 100, 26]
@@ -105,8 +106,12 @@ def _backward(q, k, v, seen, attended, log_total, d_attended):
 
 @pytest.fixture
 def plain(monkeypatch):
-    """`mosaic_gpu` with the stand-in in the place of tokamax's kernel."""
-    kernel = attention._Kernel(gpu_attention.passes, _forward, _backward)
+    """`mosaic_gpu` with the stand-in in the place of the kernels."""
+    monkeypatch.setattr(gpu_attention, "_mosaic_backward", _backward)
+    monkeypatch.setattr(
+        gpu_attention_backward, "backward", lambda configs, *arrays: _backward(*arrays)
+    )
+    kernel = attention._Kernel(gpu_attention.passes, _forward, gpu_attention.mosaic_backward)
     monkeypatch.setattr(attention, "_MOSAIC_GPU", kernel)
     return attention.mosaic_gpu_attention
 
@@ -213,8 +218,7 @@ def test_a_card_that_a_kernel_is_not_written_for_is_refused(kernel, capability, 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """tokamax's kernels in Triton, run by JAX's interpreter, which takes a program's ids before any loop alone."""
-    pytest.importorskip("tokamax", reason="no tokamax here: pip install jaxrl_async[gpu]")
+    """Kernels in Triton, run by JAX's interpreter, which takes a program's ids before any loop alone."""
     pallas_call, program_id = pallas.pallas_call, pallas.program_id
 
     def interpret(kernel, *args, grid_spec, compiler_params, **kwargs):
@@ -234,9 +238,75 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(("shared", "window"), [(False, 0), (True, 50)])
 def test_the_triton_kernel_interpreted_equals_causal_attention(interpreted, shared, window):
+    pytest.importorskip("tokamax", reason="no tokamax here: pip install jaxrl_async[gpu]")
     arrays = _arrays(256, 4, 2, 32, jnp.bfloat16)
     ids = _rows(shared, window)
     _assert_equals_causal_attention(attention.triton_attention, arrays, ids, 0.015)
+
+
+def test_a_backward_pass_over_blocks_in_range_equals_causal_attention(interpreted, monkeypatch):
+    def forward(q, k, v, seen):
+        return _forward(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
+
+    kernel = attention._Kernel(gpu_attention.passes, forward, gpu_attention.triton_backward)
+    monkeypatch.setattr(attention, "_TRITON", kernel)
+    # Heads of 24 are padded. One program for all rows: without a window it is 0, without a shared prompt the prefix.
+    arrays = _arrays(256, 4, 2, 24, jnp.bfloat16)
+    segments, prefixes, positions, _ = _rows(True, 1)
+    for prefix in (0 * prefixes, prefixes):
+        for window in (0, 50):
+            place = np.arange(256)[None] if not prefix.any() else positions
+            ids = attention.in_window((segments, prefix), place + 0 * positions, np.int32(window))
+            _assert_equals_causal_attention(attention.triton_attention, arrays, ids, 0.015)
+
+
+@pytest.mark.parametrize(
+    ("num_segments", "kernel"), [(1, "tokamax's"), (2, "tokamax's"), (16, "in range")]
+)
+def test_a_row_with_few_visible_pairs_takes_the_kernels_that_visit_blocks_in_range(
+    monkeypatch, num_segments, kernel
+):
+    monkeypatch.setattr(
+        gpu_attention, "_mosaic_backward", lambda *arrays: tuple(x + 1 for x in arrays[:3])
+    )
+    monkeypatch.setattr(
+        gpu_attention_backward,
+        "backward",
+        lambda configs, *arrays: tuple(x + 2 for x in arrays[:3]),
+    )
+    monkeypatch.setattr(gpu_attention, "FEW_PAIRS", 0.5)
+    T = 2048
+    segments = np.repeat(np.arange(1, num_segments + 1, dtype=np.int32), T // num_segments)[None]
+    tokens = attention._tokens_of(jnp.asarray(segments), 0 * jnp.asarray(segments))
+    causal, of_prefixes = gpu_attention.passes(tokens, tokens)
+    x = jnp.zeros((1, T, 1, 16), jnp.bfloat16)
+    expected = {"tokamax's": 1, "in range": 2}
+    for seen, name in ((causal, kernel), (of_prefixes, "in range")):
+        found = gpu_attention.mosaic_backward(x, x, x, seen, x, x[..., 0], x)
+        assert [float(d.max()) for d in found] == [expected[name]] * 3
+
+
+def test_blocks_that_are_visited_are_those_between_the_first_and_last_key_of_their_queries():
+    start = jnp.asarray([[0, 0, 40, 40, 64, 1, 1, 1]], jnp.int32)
+    end = jnp.asarray([[1, 16, 48, 49, 65, 1, 1, 1]], jnp.int32)
+    config = gpu_attention_backward.Config(queries=2, keys=16, num_warps=4, num_stages=2)
+    first, last = gpu_attention_backward.visited((start, end), 80, config)
+    assert first.tolist() == [[0, 2, 4, 5]] and last.tolist() == [[1, 4, 5, 0]]
+    assert gpu_attention_backward.pairs((start, end), 80, config) == 4 * 2 * 16
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("C", [80, 256])
+def test_triton_takes_the_backward_kernels_without_a_card(C):
+    B, T, H, N = 2, 256, 6, 2
+    q, k, v, d = (jax.ShapeDtypeStruct((B, T, n, C), jnp.bfloat16) for n in (H, N, N, H))
+    ids = jax.ShapeDtypeStruct((B, T), jnp.int32)
+    total = jax.ShapeDtypeStruct((B, T, H), jnp.float32)
+    card = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card)):
+        traced = jax.jit(gpu_attention.triton_backward).trace(q, k, v, (ids, None), d, total, d)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("__gpu$xla.gpu.triton") == 2
 
 
 @pytest.mark.long
@@ -280,6 +350,8 @@ def test_the_gpu_compiler_gets_kernels_that_move_no_block_of_scores(H, N, C):
         ("mosaic_gpu", 16, 8, 128),
         ("mosaic_gpu", 12, 2, 128),
         ("mosaic_gpu", 16, 8, 64),
+        ("mosaic_gpu", 4, 2, 80),
+        ("mosaic_gpu", 4, 2, 256),
         ("triton", 16, 8, 128),
         ("triton", 16, 8, 64),
         ("cudnn", 16, 8, 128),
@@ -287,11 +359,17 @@ def test_the_gpu_compiler_gets_kernels_that_move_no_block_of_scores(H, N, C):
         ("splash", 16, 8, 128),
     ],
 )
-def test_a_kernel_on_its_card_equals_causal_attention_in_float32(kernel, H, N, C, shared, window):
+def test_a_kernel_on_its_card_equals_causal_attention_in_float32(
+    monkeypatch, kernel, H, N, C, shared, window
+):
     device = jax.devices()[0]
     if (kernel == "splash") != (device.platform == "tpu") and kernel != "xla":
         pytest.skip(f"{kernel!r} is no kernel of {device.device_kind}")
     if kernel == "splash" and window:
         pytest.skip("'splash' has no windows")
     arrays, ids = _arrays(1024, H, N, C, jnp.bfloat16), _rows(shared, window, num_blocks=4)
-    _assert_equals_causal_attention(attention.of_rows(kernel, ids[0])[1], arrays, ids, 0.015)
+    _, attend = attention.of_rows(kernel, ids[0])
+    # Backwards "mosaic_gpu" has tokamax's kernels, and those that visit blocks in range.
+    for few in (0, math.inf) if kernel == "mosaic_gpu" else (None,):
+        monkeypatch.setattr(gpu_attention, "FEW_PAIRS", few)
+        _assert_equals_causal_attention(functools.partial(attend), arrays, ids, 0.015)
