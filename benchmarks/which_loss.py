@@ -677,7 +677,7 @@ def _cell_of(row: dict[str, Any]) -> tuple[str, str, int, float]:
 
 
 def complexity(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sequence error by tokens to reverse, age and method; over: DG's less that of the method."""
+    """Sequence error by tokens to reverse, age and method; dg_less: DG's error less that of the method."""
     cells, found = _by_cell([row for row in rows if row["task"].startswith("reversal_")]), []
     for (task, method, age), seeds in cells.items():
         found.append({"num_tokens": int(task.removeprefix("reversal_")), "method": method})

@@ -61,6 +61,7 @@ ELSEWHERE = {
     "SETUP=": "a variable of the next line",
     "launch/tpu_pod.sh": "needs gcloud: test_launch",
     "launch/slurm_pod.sbatch": "test_launch, and on a Slurm test_slurm",
+    "job.sbatch": "test_launch, and on a Slurm test_slurm",
     "pod --workdir=runs/a --": "needs a pod that runs: test_hosts",
     "kubectl": "a cluster's own",
     "xpk": "a cloud's own",

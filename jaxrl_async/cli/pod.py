@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -15,8 +16,8 @@ from jaxrl_async.cli.train import run_all
 from jaxrl_async.config.checks import is_local
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.parts import has_base_files
+from jaxrl_async.pods import manifests, remote, survey
 from jaxrl_async.pods import plan as plans
-from jaxrl_async.pods import remote, survey
 from jaxrl_async.preflight import machine
 from jaxrl_async.roles import start
 from jaxrl_async.runtime import keys
@@ -58,6 +59,9 @@ def main(argv: list[str]) -> int:
         copy=(True, "copy this package; with --nocopy it must be there"),
         fit=(True, "ask `fit`, where the chips are known"),
         deadline_secs=(60, "of each answer of a host"),
+        manifest=("", "jobset | slurm: print what the scheduler is given, by the plan, and ask no host"),
+        registry=("REGISTRY", "of a JobSet's images"),
+        sbatch=("", "words of each component's line in a Slurm job, as --partition=h100"),
         add=("", "hosts that join the pod that runs in --workdir and sample, in the form of --hosts"),
         remove=("", "names of hosts, with commas between, that leave it"),
         dry_run=(False, "print the plan and all commands, and run none"),
@@ -109,6 +113,8 @@ def _pod(values, argv: list[str]) -> int:
         queue_hosts=values.queue_hosts,
         learner_devices=settings.learner.num_devices,
     )
+    if values.manifest:
+        return _print_manifest(values, plan, settings, argv)
     directory = values.directory or f"jaxrl/{workdir.name}"
     template = remote.TEMPLATES.get(values.ssh, values.ssh)
     shell = remote.Shell(template, directory, values.python)
@@ -153,6 +159,35 @@ def _pod(values, argv: list[str]) -> int:
             workdir,
             functools.partial(remote.run, plan, shell, there, values.setup, per_host),
         )
+
+
+def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str]) -> int:
+    if values.manifest not in ("jobset", "slurm") or "--config" in argv:
+        raise UsageError("--manifest is jobset or slurm, and goes with --config=FILE in one word")
+    config, *flags = (word for word in argv if word.startswith("--config"))
+    flags += [
+        f"--config.learner.{name}={getattr(settings.learner, name)}"
+        for name in ("num_processes", "slices")
+    ]
+    if plan.target and values.fit:
+        asked = ["python", "-m", "jaxrl_async", "fit", f"--target={plan.target}", config, *flags]
+        print(f"not checked: {shlex.join(asked)}", file=sys.stderr)
+    if values.manifest == "slurm":
+        script = pathlib.Path(survey.ROOT).parent / "launch" / "slurm.sbatch"
+        words = shlex.join([config.partition("=")[2], values.workdir, *flags])
+        print(manifests.slurm(plan, settings, f'{script} "$@" {words}', more=values.sbatch))
+        return 0
+    name = re.sub(r"[^a-z0-9-]", "-", pathlib.Path(values.workdir).name.lower())
+    found = manifests.jobset(
+        plan,
+        settings,
+        [config, *flags],
+        workdir=values.workdir,
+        name=name,
+        registry=values.registry,
+    )
+    print(json.dumps(found, indent=2))
+    return 0
 
 
 def _hosts(text: str, chips: str) -> list[plans.Host]:

@@ -97,19 +97,22 @@ def read_hosts(text: str, chips: str = "") -> list[Host]:
 
     Args:
       text: `gcloud compute tpus tpu-vm describe NODE --format=json`, or `list`; lines, of which # begins a comment.
-      chips: "v5e:4", "h100:8": of each host, where the text does not say; "" for CPUs.
+      chips: "v5e:4", "h100:8": of each host, where the text does not say; "" for CPUs. With "v5e:4:4x4" the hosts are,
+        in their order, those of one TPU slice of 4 × 4 chips after the other.
 
     Raises:
       PlanError: none of these, no host, or a host twice.
     """
-    kind, _, count = chips.partition(":")
-    if chips and not (re.fullmatch(r"[a-z]\d+[a-z]*", kind) and re.fullmatch(r"[1-9]\d*", count)):
-        raise PlanError(f"--chips must be KIND:NUMBER, as v5e:4 or h100:8, got {chips!r}")
+    found = re.fullmatch(r"([a-z]\d+[a-z]*):([1-9]\d*)(?::(\d+(?:x\d+)+))?", chips)
+    if chips and not found:
+        raise PlanError(
+            f"--chips must be KIND:NUMBER, as v5e:4 or h100:8, or v5e:4:4x4 with a slice's shape, got {chips!r}"
+        )
     text = text.strip()
     if text.startswith(("{", "[{")):
         try:
-            found = json.loads(text)
-            nodes = found if isinstance(found, list) else [found]
+            nodes = json.loads(text)
+            nodes = nodes if isinstance(nodes, list) else [nodes]
             hosts = [host for node in nodes for host in _of_node(node)]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise PlanError(f"not gcloud's JSON of TPU VMs: {error!r}") from None
@@ -123,10 +126,16 @@ def read_hosts(text: str, chips: str = "") -> list[Host]:
         except ClusterError as error:
             raise PlanError(str(error)) from None
         hosts = [Host(name, line[-1] if len(line) == 2 else name) for name, line in expanded]
-    if chips:
-        hosts = [
-            h if h.chips else dataclasses.replace(h, kind=kind, chips=int(count)) for h in hosts
-        ]
+    if found:
+        kind, count, shape = found.groups()
+        grid = _grid(shape or "", int(count))
+        if shape and not grid:
+            raise PlanError(f"--chips={chips}: hosts with {count} chips make no slice of {shape}")
+        size = math.prod(grid)
+        for i, host in enumerate(hosts):
+            of = {"node": f"slice-{i // size}", "worker": i % size, "grid": grid} if shape else {}
+            if not host.chips:
+                hosts[i] = dataclasses.replace(host, kind=kind, chips=int(count), **of)
     if not hosts:
         raise PlanError("no host is named")
     check_unique(hosts)
@@ -154,8 +163,7 @@ def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
     if rest or chips not in BOXES:
         raise PlanError(f"the TPU {name} of {total} chips has {len(ends)} hosts")
     shape = node.get("acceleratorConfig", {}).get("topology", "")
-    axes = [int(n) for n in shape.split("x")] if shape else []
-    grid = tuple(axis // box for axis, box in zip(axes, BOXES[chips], strict=False))
+    grid = _grid(shape, chips)
     if math.prod(grid) != len(ends):
         grid = ()
     for i, end in enumerate(ends):
@@ -169,6 +177,13 @@ def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
             place=f"{project}/{zone}",
             grid=grid,
         )
+
+
+def _grid(shape: str, chips: int) -> tuple[int, ...]:
+    """The hosts along each axis of a slice, "4x4", where each has `chips`; () where they make none."""
+    axes = [int(axis) for axis in shape.split("x") if axis]
+    grid = tuple(axis // box for axis, box in zip(axes, BOXES.get(chips, ()), strict=False))
+    return grid if math.prod(grid) * chips == math.prod(axes) else ()
 
 
 def num_learners(

@@ -82,7 +82,7 @@ class Shell:
         project, _, zone = host.place.partition("/")
         there = shlex.quote(self.directory)
         command = f"mkdir -p {there}/run && cd {there} && {command}"
-        known = {"host": host.name if not host.node else host.address, "node": host.node}
+        known = {"host": host.address if host.place else host.name, "node": host.node}
         known |= {"worker": host.worker, "project": project, "zone": zone, "command": command}
         words = [word.format(**known) for word in shlex.split(self.template)]
         return words if "{command}" in self.template else [*words, command]

@@ -5,7 +5,8 @@ Three environments are supported, each with one layout:
     Slurm         a heterogeneous job of three or four components: learner hosts; servers; the queue, then rollout
                   workers; reward services, where there are any
     JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a
-                  pod; reward services, where there are any, a job of JOBSET_REWARDS pods
+                  pod; a learner over JOBSET_SLICES slices is a job for each; reward services, where there are any, a
+                  job of JOBSET_REWARDS pods
     TPU slices    learner hosts, of one slice or several; the config has the addresses of the others
 
 A pure function from a mapping to a `Place`. Reads no flags, settings, files or sockets.
@@ -154,7 +155,7 @@ def _jobset(environ: Mapping[str, str]) -> Place:
     _require(
         environ,
         ("JOBSET_REPLICATED_JOB", index, "JOBSET_LEARNERS", "JOBSET_SERVERS", *own),
-        "a JobSet sets them in its pods: follow launch/gke_jobset.yaml",
+        "a JobSet sets them in its pods: `pod --manifest=jobset` writes one",
     )
     if role not in ROLES:
         raise ClusterError(f"JOBSET_REPLICATED_JOB must be one of {', '.join(ROLES)}; got {role!r}")
@@ -165,13 +166,17 @@ def _jobset(environ: Mapping[str, str]) -> Place:
     def host(role: str, job: int, pod: int) -> str:
         return f"{name}-{role}-{job}-{pod}.{name}"
 
+    slices, own_index = _number(environ, "JOBSET_SLICES", "1"), _number(environ, index)
+    pods = len(learners) // (slices or 1)
+    if role == "learner" and slices > 1:
+        own_index += pods * _number(environ, "JOBSET_JOB_INDEX")
     return Place(
         role,
-        _number(environ, index),
+        own_index,
         len(learners),
         f"{host('queue', 0, 0)}:{QUEUE_PORT}",
         tuple(f"http://{host('server', i, 0)}:{SERVER_PORT}" for i in servers),
-        _coordinator([host("learner", 0, i) for i in learners]),
+        _coordinator([host("learner", i // pods, i % pods) for i in learners]),
         tuple(
             f"{host('rewards', 0, i)}:{REWARD_PORT}"
             for i in range(_number(environ, "JOBSET_REWARDS", "0"))

@@ -1,7 +1,9 @@
 """The dry runs of the launch scripts print commands that `train` accepts; the JobSets fit their schemas."""
 
 import configparser
+import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import pathlib
@@ -28,10 +30,23 @@ from jaxrl_async.runtime.preemption import CLEANUP_SECS
 ROOT = pathlib.Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
-JOBSETS = sorted(LAUNCH.glob("gke_jobset*.yaml"))
+KUBERNETES = (ROOT / "docs" / "pods.md").read_text().partition("\n## Kubernetes\n")[2]
+# The words of the page's commands that write JobSets, by the kind of chip.
+JOBSETS = {
+    kind: shlex.split(words.replace("$RUN", re.search("^RUN='(.*)'$", KUBERNETES, re.M)[1]))
+    for words, kind in re.findall(r"jaxrl_async (pod .*--chips=(\w+):.*) \| kubectl", KUBERNETES)
+}
 QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
 KEY_NAMES = ("JAXRL_QUEUE_KEY", "JAXRL_API_KEY", "JAXRL_ADMIN_KEY")
 KEYS = dict.fromkeys((*KEY_NAMES, "JAXRL_QUEUE_TOKEN"), "secret")
+
+
+def manifest(*words):
+    """What `pod --manifest` prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.chdir(ROOT):
+        assert main.main([*words]) == 0
+    return out.getvalue()
 
 
 def printed(*words, **variables):
@@ -357,68 +372,63 @@ def test_a_dry_run_of_slurm_says_what_each_of_three_nodes_would_be(slurm, tmp_pa
     ]
 
 
-def test_a_dry_run_of_slurm_reads_how_many_nodes_and_tasks_there_are(slurm, tmp_path):
-    changes = [
-        TWO_LEARNERS,
-        ("--nodes=1 --ntasks-per-node=1", "--nodes=3 --ntasks-per-node=2"),  # the servers'
-        ("--nodes=1 --ntasks=2", "--nodes=2 --ntasks=3"),
+def test_the_plan_of_a_job_is_the_lines_of_its_script(tmp_path):
+    words = [
+        "pod", "--manifest=slurm", "--hosts=node[1-4]", "--chips=h100:8", "--servers=2", "--servers_per_host=2",
+        "--rewards=1", "--sbatch=--partition=p --time=12:00:00", f"--config={ROOT}/configs/quickstart.py",
+        f"--workdir={tmp_path}/a", "--config.learner.fsdp=16",
+        "--config.learner.microbatch_rows=16",
+    ]  # fmt: skip
+    text, more = manifest(*words), "--partition=p --time=12:00:00"
+    head, *lines = re.findall("^#SBATCH (.*)", text, re.M)
+    assert f"#SBATCH {head}\n" in (LAUNCH / "slurm.sbatch").read_text()
+    assert lines == [
+        f"--nodes=2 --ntasks-per-node=1 --exclusive --gpus-per-task=8 {more}",
+        "hetjob",
+        f"--nodes=2 --ntasks-per-node=2 --exclusive --gpus-per-task=4 {more}",
+        "hetjob",
+        f"--nodes=1 --ntasks=2 --exclusive {more}",
+        "hetjob",
+        f"--nodes=1 --ntasks-per-node=1 --exclusive {more}",
     ]
-    _, places = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=changes)
-    roles = [f"{place[4]} {place[5]}".replace("--", "") for place in places]
+    script = tmp_path / "job.sbatch"
+    script.write_text(text)
+    variables = {"JAXRL_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+    places = [line for line in printed(script, "--dry-run", **variables) if line[0] == "#"]
+    roles = [" ".join(place[5:7]).replace("--", "") for place in places]
     assert roles == [
-        *(f"role=learner index={i}" for i in range(2)),
-        *(f"role=server index={i}" for i in range(6)),
-        "role=queue index=0",
-        *(f"role=rollout index={i}" for i in range(2)),
-    ]
+        f"role={role} index={i}"
+        for role, count in {"learner": 2, "server": 4, "queue": 1, "rollout": 1, "rewards": 1}.items()
+        for i in range(count)
+    ]  # fmt: skip
     for place in places:
         assert "--coordinator=learner-0:8476" in place
         (servers,) = (w for w in place if w.startswith("--config.server.addresses="))
         assert re.findall(r"server-\d:\d+", servers) == [
-            f"server-{node}:{port}" for node in range(3) for port in (30000, 30001)
+            f"server-{node}:{port}" for node in range(2) for port in (30000, 30001)
         ]
+    assert not (tmp_path / "a").exists()
 
 
-def test_sizes_by_variables_are_the_lines_of_the_script_that_sbatch_gets(tmp_path, monkeypatch):
-    fake = tmp_path / "bin" / "sbatch"
-    fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\necho "$@"\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    sizes = {
-        "LEARNERS": 2,
-        "SERVERS": 4,
-        "GPUS": 8,
-        "WORKERS": 3,
-        "REWARDS": 1,
-        "PARTITION": "p",
-        "HOURS": 12,
-    }
-    for name, value in sizes.items():
-        monkeypatch.setenv(name, str(value))
-    words = [LAUNCH / "slurm.sbatch", "--submit", QUICKSTART, tmp_path / "a", "--config.seed=1"]
-    done = subprocess.run(["bash", *words], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{tmp_path}/a/slurm.sbatch {QUICKSTART} {tmp_path}/a --config.seed=1\n"
-    text = (tmp_path / "a" / "slurm.sbatch").read_text()
-    head, *lines = re.findall("^#SBATCH (.*)", text, re.M)
-    assert "--time=12:00:00" in head
-    assert lines == [
-        "--nodes=2 --ntasks-per-node=1 --exclusive --partition=p --gpus-per-task=8",
-        "hetjob",
-        "--nodes=4 --ntasks-per-node=1 --exclusive --partition=p",
-        "hetjob",
-        "--nodes=1 --ntasks=4 --exclusive --partition=p",
-        "hetjob",
-        "--nodes=1 --ntasks-per-node=1 --exclusive --partition=p",
-    ]
-    # Nothing else differs; and without variables nothing does.
-    original = (LAUNCH / "slurm.sbatch").read_text()
-    kept = [t for t in original.splitlines() if not t.startswith("#SBATCH")]
-    assert kept == [t for t in text.splitlines() if not t.startswith("#SBATCH")]
-    for name in sizes:
-        monkeypatch.delenv(name)
-    subprocess.run(["bash", *words], capture_output=True, check=True)
-    assert (tmp_path / "a" / "slurm.sbatch").read_text() == original
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--manifest=jobsets"], "--manifest is jobset or slurm"),
+        (["--manifest=jobset", "--workdir=runs/a"], "on its claim, /runs/NAME, got runs/a"),
+        (["--manifest=jobset", "--chips=v7:8"], "GKE's label of v7 is not known"),
+        (["--manifest=slurm", "--hosts=a", "--servers=0", "--server_chips=4"], "servers have nodes of their own"),
+        (
+            ["--manifest=jobset", "--hosts=h[0-3]", "--chips=v5e:4:4x4", "--servers=2"],
+            "a JobSet's learner has whole TPU slices, and 2 hosts are a part",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_that_no_scheduler_takes_is_refused_by_name(words, error, capsys):
+    config = [f"--config={ROOT}/configs/quickstart.py", "--config.learner.microbatch_rows=8"]
+    mesh = ["--config.learner.fsdp=4" if "--server_chips=4" in words else "--config.learner.fsdp=8"]
+    given = ["--hosts=h[0-1]", "--chips=h100:8", "--servers=1", "--workdir=/runs/a", *config, *mesh]
+    assert main.main(["pod", *given, *words]) == 2
+    assert error in capsys.readouterr().err
 
 
 REWARDS = ("set -euo", "#SBATCH hetjob\n#SBATCH --nodes=2 --ntasks-per-node=1\nset -euo")
@@ -584,19 +594,17 @@ def check_model(value, kind, path):
     return model(**parts)  # Raises where a field that it needs is missing.
 
 
-@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+@pytest.fixture(params=JOBSETS)
 def jobset(request):
-    return yaml.safe_load(request.param.read_text())
+    return json.loads(manifest(*JOBSETS[request.param]))
 
 
-@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+@pytest.fixture(params=JOBSETS)
 def jobset_with_rewards(request):
-    """Of which the lines in comments are lines."""
-    text = re.sub(r"^( +)# ?", r"\1", request.param.read_text(), flags=re.M)
-    return yaml.safe_load(text)
+    return json.loads(manifest(*JOBSETS[request.param], "--rewards=2"))
 
 
-def test_the_comments_of_a_jobset_add_reward_services(jobset_with_rewards, dry):
+def test_reward_services_of_a_plan_are_pods_which_all_find(jobset_with_rewards, dry):
     check(jobset_with_rewards, JOBSET, "JobSet")
     found = {}
     for role, environ, command in pods_of(jobset_with_rewards):
@@ -625,9 +633,10 @@ def test_the_claim_and_the_staging_job_have_the_fields_of_their_schemas():
     assert compile(container["command"][-1], "stage", "exec")
     # The paths that it fills are those that the JobSets read.
     staged = set(re.findall(r"/runs/[\w.-]+", container["command"][-1]))
-    for path in JOBSETS:
-        assert claim["metadata"]["name"] in path.read_text()
-        assert staged <= set(re.findall(r"=(/runs/[\w.-]+)", path.read_text()))
+    for words in JOBSETS.values():
+        text = manifest(*words)
+        assert f'"claimName": "{claim["metadata"]["name"]}"' in text
+        assert staged <= set(re.findall(r"=(/runs/[\w.-]+)", text))
 
 
 def test_a_field_that_no_schema_has_is_found(jobset):
@@ -712,6 +721,32 @@ def test_pods_on_accelerators_may_be_spot_and_say_what_they_need(jobset):
         assert container["resources"]["requests"].keys() == {"cpu", "memory"}
 
 
+def test_a_learner_over_two_slices_is_a_job_for_each(dry):
+    words = [word for word in JOBSETS["v5e"] if not word.startswith(("--hosts", "--chips"))]
+    more = ["--config.learner.fsdp=16", "--config.learner.microbatch_rows=32"]
+    jobset = json.loads(manifest(*words, *more, "--hosts=host[0-8]", "--chips=v5e:4:4x4"))
+    check(jobset, JOBSET, "JobSet")
+    (learner, server, *_) = jobset["spec"]["replicatedJobs"]
+    assert (learner["replicas"], learner["template"]["spec"]["parallelism"]) == (2, 4)
+    annotations = learner["template"]["metadata"]["annotations"]
+    assert annotations == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+    shapes = [
+        job["template"]["spec"]["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+        for job in (learner, server)
+    ]  # fmt: skip
+    assert shapes == ["4x4", "1x1"]
+    pods = [(environ, command) for role, environ, command in pods_of(jobset) if role == "learner"]
+    environ, command = pods[6]
+    words = [w for w in train_of(command) if not re.search(r"config\.(model|tokenizer)", w)]
+    resolved, settings = dry(words, environ)
+    assert {"--role=learner", "--index=6", "--coordinator=gsm8k-learner-0-0.gsm8k:8476"} <= set(
+        resolved
+    )
+    assert (settings["learner"]["slices"], settings["learner"]["num_processes"]) == (2, 8)
+
+
 def test_a_preempted_learner_starts_all_jobs_again_and_another_pod_is_made_anew_alone(jobset):
     (rule,) = jobset["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
@@ -750,16 +785,16 @@ def commands_of(path):
     return re.sub(r"\\{1,2}\n", " ", path.read_text()).splitlines()
 
 
-@pytest.mark.parametrize("path", [*PAGES, *JOBSETS], ids=lambda path: path.name)
+def test_no_command_of_a_pod_shows_a_key(jobset):
+    for job in jobset["spec"]["replicatedJobs"]:
+        (pod,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        secrets = {v["name"] for v in pod["env"] if "secretKeyRef" in v.get("valueFrom", {})}
+        assert len(secrets) in (2, 3), "keys apart"
+        assert not [w for w in pod["command"] if "api-key=" in w or "$(" in w]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_no_command_of_a_script_or_a_page_shows_a_key_or_listens_for_everyone_without_one(path):
-    if path in JOBSETS:
-        jobs = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
-        pods = [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs]
-        for pod in pods:
-            secrets = {v["name"] for v in pod["env"] if "secretKeyRef" in v.get("valueFrom", {})}
-            assert len(secrets) in (2, 3), "keys apart"
-            assert not [w for w in pod["command"] if "api-key=" in w or "$(" in w]
-        return
     for command in commands_of(path):
         if "0.0.0.0" in command:
             assert re.search(r"--config[ =]\S*\.yaml|SGLANG_API_KEY=|--api_key_env=", command)
@@ -792,8 +827,8 @@ def test_the_container_file_makes_the_images_of_the_manifests():
     text = (LAUNCH / "Dockerfile").read_text()
     named = {
         image
-        for jobset in JOBSETS
-        for image in re.findall(r"image: (REGISTRY/\S+)", jobset.read_text())
+        for words in JOBSETS.values()
+        for image in re.findall(r'"image": "(REGISTRY/[^"]+)"', manifest(*words))
     }
     built = re.findall(r"^#   docker build -f launch/Dockerfile (.*) -t (\S+) \.", text, re.M)
     assert {image for _, image in built} == named

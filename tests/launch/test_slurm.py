@@ -72,7 +72,14 @@ class Job:
     """One job of slurm.sbatch."""
 
     def __init__(
-        self, slurm, tmp_path, workdir, flags, script=ROOT / "launch" / "slurm.sbatch", before=()
+        self,
+        slurm,
+        tmp_path,
+        workdir,
+        flags,
+        script=ROOT / "launch" / "slurm.sbatch",
+        before=(),
+        plan=(),
     ):
         self._slurm, self.workdir = slurm, workdir
         self.output = tmp_path / f"{workdir.name}.txt"
@@ -81,6 +88,12 @@ class Job:
         more = ["--nodes=2"] if before else []
         words = ["--parsable", f"--output={self.output}", *more, script, *before]
         words += [config, workdir, *flags]
+        if plan:  # Its script has the words.
+            more = [*plan, f"--config={config}", f"--workdir={workdir}", *flags]
+            command = [sys.executable, "-m", "jaxrl_async", "pod", "--manifest=slurm", *more]
+            script = tmp_path / "job.sbatch"
+            script.write_text(subprocess.check_output(command, cwd=ROOT, text=True))
+            words = ["--parsable", f"--output={self.output}", script]
         self._id = slurm("sbatch", *words).strip()
 
     def logs(self):
@@ -188,12 +201,10 @@ def test_a_server_that_is_killed_starts_again_alone_and_a_learner_that_is_killed
     assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
 
 
-def test_a_service_of_rewards_that_is_killed_starts_again_alone(slurm, job_of, tmp_path):
-    text = (ROOT / "launch" / "slurm.sbatch").read_text()
-    line = next(line for line in text.splitlines() if "--ntasks-per-node" in line)
-    script = tmp_path / "rewards.sbatch"
-    script.write_text(text.replace("set -euo", f"#SBATCH hetjob\n{line}\nset -euo", 1))
-    job = job_of(tmp_path / "rewards", script=script)
+def test_a_service_of_rewards_in_a_planned_job_that_is_killed_starts_again_alone(
+    slurm, job_of, tmp_path
+):
+    job = job_of(tmp_path / "rewards", plan=("--hosts=n[1-2]", "--servers=1", "--rewards=1"))
     job.wait_for(lambda: len(read_metrics(job.workdir)) >= 3)
     job.kill("rewards")
     job.wait_for_end()
