@@ -92,10 +92,13 @@ def main(argv: list[str]) -> int:
     process = 0 if is_all else values.index
     with start.locked(workdir) if is_all else contextlib.nullcontext():
         how = {"resume": values.resume, "fallback": values.fallback}
+        run = start.run
         if begins and not start.begin(values.config, settings, workdir, **how, process=process):
-            return 0
+            if not is_all or not settings.checkpoint.directory:
+                return 0
+            run = start.finish
         if is_all:
-            return run_all(settings, workdir, start.run, **how)
+            return run_all(settings, workdir, run, **how)
     with workdirs.written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
     # A scheduler signals all roles at once, and the learner needs the others to finish its step.

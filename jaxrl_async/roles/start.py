@@ -111,15 +111,27 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) 
     Raises:
       StartError: the task, the tokenizer or the model cannot be used; nothing was started.
       RoleDiedError, StalledError: the run failed.
-      ValueError: the machine has fewer devices than the roles need.
+      ValueError: the machine has fewer devices than the roles need; or the workdir is not copied to its bucket.
     """
     with workdirs.refusable(workdir):
         machine.prepare(settings, workdir, resume=resume)
         how["record_bytes"] = parts.record_of(settings).token_bytes
         try:
-            return supervisor.run(settings, workdir=workdir, resume=resume, **how)
+            done = supervisor.run(settings, workdir=workdir, resume=resume, **how)
         finally:
             journal.settle(settings.journal.path or workdir / "journal.sqlite")
+        return done and finish(settings, workdir=workdir, step=settings.learner.num_steps)
+
+
+def finish(settings: Settings, *, workdir: pathlib.Path, step: int | None = None, **_: Any) -> bool:
+    """True, once the workdir of a run that is done at `step` is in its bucket, and here; None: its last checkpoint."""
+    if directory := settings.checkpoint.directory:
+        from jaxrl_async.runtime import archive
+
+        step = step or workdirs.checkpoint_steps(workdir, directory)[-1]
+        if said := archive.sync(workdir, directory, step):
+            print(said, flush=True)
+    return True
 
 
 def run_role(

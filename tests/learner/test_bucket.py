@@ -5,8 +5,10 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
@@ -23,6 +25,7 @@ from jaxrl_async.learner import lease as leases
 from jaxrl_async.queue.journal import DeletedError, JournalReader
 from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import start
+from jaxrl_async.runtime import archive
 
 PROCESS = str(pathlib.Path(buckets.__file__).with_name("bucket_process.py"))
 TRAIN = ["-m", "jaxrl_async", "train", "--config=configs/quickstart.py:smoke,mode=sync"]
@@ -110,6 +113,77 @@ def test_a_damaged_checkpoint_in_a_bucket_is_named_and_put_aside_by_a_fallback(e
     assert not buckets.names(environ, "run/3/") and buckets.names(
         environ, "run/damaged-checkpoint-3/"
     )
+
+
+@pytest.fixture
+def archived(environ, scheme, tmp_path, monkeypatch):
+    """A bucket, and a workdir."""
+    for name in environ.keys() - os.environ.keys():
+        monkeypatch.setenv(name, environ[name])
+    directory = f"{scheme}://{buckets.BUCKET}/archived"
+    for name in ("config.json", "samples.jsonl", "logs/learner.log", "keys/queue", ".lock"):
+        (tmp_path / "a" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "a" / name).write_text(name)
+    yield directory
+    epath.Path(directory).rmtree()
+
+
+def files(workdir):
+    return {p.relative_to(workdir).as_posix() for p in workdir.rglob("*") if p.is_file()}
+
+
+def fails_once(monkeypatch, method):
+    """A method of TarFile fails at its second file."""
+    kept, calls = getattr(tarfile.TarFile, method), []
+
+    def fails(*args, **kwargs):
+        calls.append(0)
+        if len(calls) == 2:
+            raise OSError("the disk is gone")
+        return kept(*args, **kwargs)
+
+    monkeypatch.setattr(tarfile.TarFile, method, fails)
+
+
+def test_a_finished_workdir_comes_back_from_the_bucket_whole_or_not_at_all(
+    archived, tmp_path, monkeypatch
+):
+    place, a, b = f"{archived}/workdir-3.tar.gz", tmp_path / "a", tmp_path / "b"
+    fails_once(monkeypatch, "addfile")
+    with pytest.raises(ValueError, match="the run is done, its workdir not copied.*disk is gone"):
+        archive.sync(a, archived, 3)
+    assert not epath.Path(place).exists()
+    assert archive.sync(a, archived, 3) == f"{a} is copied to {place}"
+    assert archive.sync(a, archived, 3) == ""
+    fails_once(monkeypatch, "_extract_one")
+    with pytest.raises(ValueError, match="disk is gone"):
+        archive.sync(b, archived, 3)
+    assert files(b) and "config.json" not in files(b)  # It comes last: this is no workdir yet.
+    assert archive.sync(b, archived, 3) == f"{b} is that of {place}"
+    assert files(b) == {
+        "config.json",
+        "samples.jsonl",
+        "logs/learner.log",
+    }  # Neither keys nor locks.
+    assert all((b / name).read_text() == name for name in files(b))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Sending a large body")  # gcsfs does.
+def test_a_copy_of_a_workdir_that_was_killed_is_none(environ, archived, tmp_path):
+    (tmp_path / "a" / "samples.jsonl").unlink()
+    large = tmp_path / "a" / "aa"
+    large.write_bytes(os.urandom(120 << 20))  # More than a part of an upload.
+    for name in ("logs", "keys"):
+        shutil.rmtree(tmp_path / "a" / name)
+    words = [sys.executable, PROCESS, "archive", archived, f"{tmp_path}/a"]
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.kill()
+    assert not [n for n in buckets.names(environ, "archived/") if "workdir" in n]
+    archive.sync(tmp_path / "a", archived, 3)
+    archive.sync(tmp_path / "b", archived, 3)
+    assert large.read_bytes() == (tmp_path / "b" / "aa").read_bytes()
 
 
 @pytest.fixture
@@ -247,6 +321,16 @@ def test_a_run_resumes_on_a_machine_that_has_nothing_but_the_bucket(environ, sch
     with pytest.raises(DeletedError):  # Trained before the checkpoint that it came with.
         b.chunk(4, 0)
     assert len(b.chunk(5, 0)[0]) and {epoch for _, epoch in b.run_epochs()} == {0}
+    # A third machine has the workdir, too.
+    home = [*words, f"--workdir={tmp_path}/d", "--config.learner.num_steps=6", "--resume"]
+    brought = buckets.run(environ, *home)
+    assert brought.returncode == 0 and f"is that of {place}/workdir-6.tar.gz" in brought.stdout
+    alike = ("metrics.jsonl", "samples.jsonl", "config.json", "libraries.json", "journal.sqlite")
+    for name in alike:
+        assert (tmp_path / "d" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    for verb in (["report"], ["evaluate"], ["replay", "--first=4", f"--out={tmp_path}/e"]):
+        done = buckets.run(environ, "-m", "jaxrl_async", *verb, f"--workdir={tmp_path}/d")
+        assert done.returncode == 0, done.stdout + done.stderr
     # Of a run that was never interrupted.
     other = [*train, f"--config.checkpoint.directory={place}2", f"--workdir={tmp_path}/c"]
     whole = buckets.run(environ, *other, "--config.learner.num_steps=6")
