@@ -157,7 +157,8 @@ def run_part(part: str, deadline: float, scratch: str, args: argparse.Namespace)
         ]
         command += [f"--out={args.out}", *(["--smoke"] if args.smoke else [])]
         environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": f"{scratch}/cache",
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR")
+            or f"{scratch}/cache",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }

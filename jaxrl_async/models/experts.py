@@ -18,13 +18,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxrl_async.models import axes
+from jaxrl_async.models import axes, gpu_experts
 
 _TOKENS = (*axes.ROWS, axes.COLUMNS)  # divide tokens on one axis
 # Names of what a backward pass keeps: the experts used, and with room what they computed.
 USED, MULTIPLIED = "used", "multiplied"
 _MAX_BLOCK = 128  # rows that one expert multiplies at a time
-_MAX_GPU_BLOCK = 1024  # there each block is a kernel that the host waits for
+_MAX_GPU_BLOCK = 1024  # of a described GPU: there each block is a kernel that the host waits for
 _TILE_ROWS, _MAX_TILE_SIDE = 128, 1024  # of Megablox: few rows, as many experts have few
 
 
@@ -199,9 +199,9 @@ class Experts(nnx.Module):
 def grouped_dot(block: int, x_RD, kernel_EDF, sizes_E):
     """The rows of group e, which follow those of group e − 1, times kernel e; 0 after the last group.
 
-    On CPUs and GPUs a loop over blocks of rows, of which each has one kernel: their compilers multiply every row of a
-    `ragged_dot` by all E kernels, of which a GPU's writes E copies of the rows. On a TPU Megablox, by its compiler's
-    prediction less than a 20th of the time.
+    On CPUs a loop over blocks of rows, of which each has one kernel: their compiler multiplies every row of a
+    `ragged_dot` by all E kernels, and a GPU's writes E copies of the rows. On a TPU Megablox, by its compiler's
+    prediction less than a 20th of the time. On GPUs `gpu_experts`.
 
     Args:
       block: rows multiplied together, ≥ 1.
@@ -221,7 +221,7 @@ def _product(block, x_RD, kernel_EDF, sizes_E, transposed=False):
         *(x_RD, kernel_EDF, sizes_E),
         cpu=functools.partial(_by_blocks, block, transposed=transposed),
         tpu=functools.partial(_by_megablox, transposed=transposed),
-        default=functools.partial(_by_large_blocks, transposed=transposed),
+        default=functools.partial(_on_gpu, transposed=transposed),
     )
 
 
@@ -238,7 +238,7 @@ def _backward(block, saved, g_RF):
         sizes_E,
         cpu=functools.partial(_kernel_gradient_by_blocks, block),
         tpu=_kernel_gradient_by_megablox,
-        default=_kernel_gradient_by_large_blocks,
+        default=_kernel_gradient_on_gpu,
     )
     return d_x, d_kernel, None
 
@@ -270,6 +270,22 @@ def _tiles(*sides):
 
 def _whole_tiles(rows):
     return jnp.pad(rows, ((0, -len(rows) % _TILE_ROWS), (0, 0)))
+
+
+def _on_gpu(x_RD, kernel_EDF, sizes_E, transposed=False):
+    by = _by_large_blocks if _is_described() else gpu_experts.product
+    return by(x_RD, kernel_EDF, sizes_E, transposed)
+
+
+def _kernel_gradient_on_gpu(x_RD, g_RF, sizes_E):
+    by = _kernel_gradient_by_large_blocks if _is_described() else gpu_experts.kernel_gradient
+    return by(x_RD, g_RF, sizes_E)
+
+
+def _is_described() -> bool:
+    """A GPU without a name, of a compiler alone. JAX builds Triton for a named one."""
+    chip = jax.sharding.get_abstract_mesh().abstract_device
+    return chip is not None and not chip.device_kind
 
 
 def _by_blocks(block, x_RD, kernel_EDF, sizes_E, transposed=False):

@@ -8,11 +8,12 @@ import pytest
 from fixtures import compilers
 from fixtures.models import tiny
 from flax import nnx
+from jax.experimental import pallas
 from jax.sharding import PartitionSpec
 
 from jaxrl_async.fit import programs
 from jaxrl_async.fit.targets import target_of
-from jaxrl_async.models import axes, experts, lora, sharding, transformer
+from jaxrl_async.models import axes, experts, gpu_experts, lora, sharding, transformer
 
 CONFIG = tiny(family="qwen3_moe", num_experts=8, experts_per_token=2, expert_mlp_dim=12)
 B, T, D = 8, 6, CONFIG.model_dim
@@ -109,7 +110,7 @@ def test_padding_goes_to_no_expert_whatever_it_holds():
     "sizes", [(0, 9, 0, 1, 22), (32, 0, 0, 0, 0), (0, 0, 0, 0, 0), (1, 1, 1, 1, 1)]
 )
 @pytest.mark.parametrize("block", [8, pytest.param(16, marks=pytest.mark.long)])
-def test_a_grouped_product_equals_one_product_a_group(sizes, block):
+def test_a_grouped_product_equals_one_product_a_group(monkeypatch, sizes, block):
     x, g = (_rng.normal(size=(32 + block, n)).astype(np.float32) for n in (4, 3))
     kernel = jnp.asarray(_rng.normal(size=(5, 4, 3)), jnp.float32)
     y, backward = jax.vjp(
@@ -130,10 +131,22 @@ def test_a_grouped_product_equals_one_product_a_group(sizes, block):
     np.testing.assert_allclose(tiled, d_x, atol=1e-5)
     tiled = experts._kernel_gradient_by_megablox(x, g, jnp.array(sizes), interpret=True)
     np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
-    large = experts._by_large_blocks(x[:32], kernel, jnp.array(sizes))  # of GPUs
+    call = functools.partial(pallas.pallas_call, interpret=True)
+    monkeypatch.setattr(pallas, "pallas_call", call)
+    tiled = gpu_experts.product(x, kernel, jnp.array(sizes))  # of GPUs
+    np.testing.assert_allclose(tiled, y, atol=1e-5)
+    tiled = gpu_experts.product(g, kernel, jnp.array(sizes), transposed=True)
+    np.testing.assert_allclose(tiled, d_x, atol=1e-5)
+    tiled = gpu_experts.kernel_gradient(x, g, jnp.array(sizes))
+    np.testing.assert_allclose(tiled, d_kernel, atol=1e-5)
+    large = experts._by_large_blocks(x[:32], kernel, jnp.array(sizes))  # of GPUs without a name
     np.testing.assert_array_equal(large, y[:32])
     large = experts._kernel_gradient_by_large_blocks(x[:32], g[:32], jnp.array(sizes))
     np.testing.assert_allclose(large, d_kernel, atol=1e-5)
+
+
+def _squares(x, kernel, sizes):
+    return jnp.sum(jnp.square(experts.grouped_dot(128, x, kernel, sizes).astype(jnp.float32)))
 
 
 @pytest.mark.optimised
@@ -151,11 +164,41 @@ def test_the_tpu_compiler_gets_a_kernel_for_each_grouped_product(dtype):
         for shape, dtype in [((500, D), dtype), ((E, D, F), dtype), ((E,), jnp.int32)]
     )
 
-    def loss(x, kernel, sizes):
-        return jnp.sum(jnp.square(experts.grouped_dot(128, x, kernel, sizes).astype(jnp.float32)))
-
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, kernel, sizes).compile()
+    compiled = jax.jit(jax.grad(_squares, (0, 1))).lower(x, kernel, sizes).compile()
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_triton_takes_a_kernel_for_each_grouped_product_without_a_card(dtype):
+    x, kernel = (jax.ShapeDtypeStruct(s, dtype) for s in ((500, 96), (4, 96, 160)))
+    card = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=card)):
+        sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+        traced = jax.jit(jax.grad(_squares, (0, 1))).trace(x, kernel, sizes)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("__gpu$xla.gpu.triton") == 3
+
+
+@pytest.mark.accelerator
+@pytest.mark.optimised
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bf16", "f32"])
+def test_grouped_products_on_an_accelerator_equal_one_product_a_group(dtype):
+    sizes = [0, 129, 1, 640, 0, 254]
+    shapes = (1100, 512), (6, 512, 384), (1100, 384)
+    x, kernel, g = (jnp.asarray(_rng.normal(size=shape), dtype) for shape in shapes)
+    y, backward = jax.vjp(
+        lambda x, kernel: experts.grouped_dot(64, x, kernel, jnp.array(sizes)), x, kernel
+    )
+    found = y, *backward(g)
+    x, kernel, g = (np.asarray(a, np.float64) for a in (x, kernel, g))
+    expected = [np.zeros(a.shape) for a in found]
+    for e, rows in enumerate(np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])):
+        expected[0][rows], expected[1][rows] = x[rows] @ kernel[e], g[rows] @ kernel[e].T
+        expected[2][e] = x[rows].T @ g[rows]
+    for a, b in zip(found, expected, strict=True):
+        bound = 0.01 if dtype == jnp.bfloat16 else 1e-5
+        assert np.abs(np.asarray(a, np.float64) - b).max() < bound * np.abs(b).max()
 
 
 def test_what_the_routers_did_by_hand():
