@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.models import attention, experts, transformer
+from jaxrl_async.models import attention, experts, gpu_decode, transformer
 
 _MIN_BUCKET = 16
 MAX_TOP = 20  # of the most probable tokens
@@ -77,6 +77,7 @@ class Shapes:
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
         self.max_kept = min(max_kept, config.vocab_size)  # M
         self.config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
+        self._max_total_tokens = max_total_tokens
         self.device = device
         self._device = device or jax.devices()[0]
         self.params = weights_like(config, device)
@@ -100,7 +101,10 @@ class Shapes:
 
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
-        static = transformer.graphdef(self.config), self._decode_chunk, self.max_kept
+        c, tokens = self.config, self._max_total_tokens
+        by_kernel = gpu_decode.takes(self._device, c.dtype, c.head_dim, tokens)
+        attend = gpu_decode.attend if by_kernel else None
+        static = transformer.graphdef(c), self._decode_chunk, self.max_kept, attend
         decode = functools.partial(_decode, *static)
         return self._trace(decode, empty_slots(self._num_slots, self.max_kept))
 
@@ -250,7 +254,7 @@ def empty_slots(num_slots: int, max_kept: int = 0) -> Slots:
     )
 
 
-def _decode(graphdef, num_steps, max_kept, params, cache, slots):
+def _decode(graphdef, num_steps, max_kept, attend, params, cache, slots):
     """Up to num_steps tokens for every active slot; ends early when none is active."""
     model = nnx.merge(graphdef, params)
     layers = model.layers_apart() if isinstance(cache.k, tuple) else None
@@ -270,7 +274,7 @@ def _decode(graphdef, num_steps, max_kept, params, cache, slots):
     def one_step(carry):
         step, tokens, cache, decoded = carry
         positions = slots.positions + decoded.counts
-        hidden, cache = model.decode(tokens, positions, cache, layers, decoded.active)
+        hidden, cache = model.decode(tokens, positions, cache, layers, decoded.active, attend)
         drawn = model.logits(hidden), positions + 1, slots.draw
         if max_kept:
             new, logprobs, kept = sampling.sample_kept(*drawn, max_kept)

@@ -274,6 +274,7 @@ class Transformer(nnx.Module):
         cache: KVCache,
         layers: list["Block"] | None = None,
         counts_B=None,
+        attend=None,
     ):
         """One token for each row, against the cache.
 
@@ -286,6 +287,7 @@ class Transformer(nnx.Module):
           cache: index s holds the token at position s.
           layers: of `layers_apart`, where those of the cache lie apart.
           counts_B: bool [B], rows whose tokens go to experts; None: all.
+          attend: `gpu_decode.attend`, where the layers lie apart; None: attention to the whole cache, masked.
 
         Returns:
           hidden [B, D], after the final norm, and the cache. It is updated in place where the enclosing jit
@@ -304,12 +306,17 @@ class Transformer(nnx.Module):
         def layer(x_B1D, block, window, of_experts, cache, index):
             rope, _ = of_layer(window)
             q, new_k, new_v = block.project(x_B1D, rope)
-            k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
-            v = cache.v.at[*index, rows, heads, at_B1].set(new_v[:, 0])
-            seen_B1S = mask_B1S
-            if window is not None:
-                seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
-            attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
+            if attend:
+                new = (x[:, 0] for x in (q, new_k, new_v))
+                first_B = attention.first_of_window(positions_B, window or 0)
+                attended, k, v = attend(*new, cache.k, cache.v, first_B, positions_B)
+            else:
+                k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
+                v = cache.v.at[*index, rows, heads, at_B1].set(new_v[:, 0])
+                seen_B1S = mask_B1S
+                if window is not None:
+                    seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
+                attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
             own = given and given._replace(**of_experts)
             x_B1D, routing = block.finish(x_B1D, attended, own)
             routes = cache.routes
