@@ -337,6 +337,7 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     start = time.perf_counter()
     prefill = shapes_.trace_prefill(total).lower().compile()
     decode = shapes_.trace_decode().lower().compile()
+    apart = shapes_.layers and shapes_.trace_apart().lower().compile()
     compile_secs = time.perf_counter() - start
     cache = jax.tree.map(
         lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes_.cache, is_leaf=lambda x: hasattr(x, "dtype")
@@ -355,14 +356,14 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
         start = time.perf_counter()
         cache = jax.block_until_ready(prefill(params, cache, prompts))
         prefill_secs.append(time.perf_counter() - start)
-    filled = total // 2
+    filled, for_decode = total // 2, (params, apart and apart(params["blocks"]))
     for _ in range(4):
         state = programs.empty_slots(slots)
         state.tokens[:] = rng.integers(0, config.vocab_size, slots)
         state.positions[:], state.limits[:], state.active[:] = filled - 1, total, True
         state.draw.key[:] = rng.integers(0, 1 << 31, (slots, 2))
         start = time.perf_counter()
-        cache, decoded = decode(params, cache, state)
+        cache, decoded = decode(for_decode, cache, state)
         counts = np.asarray(decoded.counts)
         decode_secs.append(time.perf_counter() - start)
         assert (counts == steps).all(), counts

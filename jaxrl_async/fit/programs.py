@@ -373,11 +373,12 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     }
     weights, cache = _bytes(shapes.params), _bytes(shapes.cache)
     version = _bytes(lora.split(shapes.params)[0]) if config.lora else weights
+    # A new version is loaded while the one before it still answers. On a GPU its layers lie in one array, and apart.
+    resident = version + _bytes(shapes.layers)
     found, error = [], ""
     for name, (trace, model) in programs.items():
         try:
-            # A new version is loaded while the one before it still answers.
-            found.append(_compile(name, trace(), model, target, None, 1, version))
+            found.append(_compile(name, trace(), model, target, None, 1, resident))
         except FitError as refused:
             error = str(refused)
             break

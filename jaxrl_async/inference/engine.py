@@ -118,6 +118,7 @@ class Engine:
         self._closing = False
         self._paused = None  # one of PAUSE_MODES
         self._weights = loading.Loaded(nnx.State({}))
+        self._for_decode = None  # `Programs.for_decode`
         self._version = None
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # _Live
@@ -583,7 +584,9 @@ class Engine:
     def _swap(self, update):
         for live in self._running.values():
             live.close_span(self._version, self._lengths[live.slot])
+        self._for_decode = None  # Makes room.
         self._weights, self._version = update.weights, update.version
+        self._for_decode = self._programs.for_decode(self._weights.params)
         paused = self._paused is not None or update.running == "retract"
         held = len(self._running) + len(self._waiting)
         _resolve(update.future, held if paused else 0)
@@ -674,7 +677,7 @@ class Engine:
 
     def _decode(self):
         """One chunk for every slot; ends the requests that are complete."""
-        self._cache, decoded = self._programs.decode(self._weights.params, self._cache, self._slots)
+        self._cache, decoded = self._programs.decode(self._for_decode, self._cache, self._slots)
         decoded = jax.device_get(decoded)
         step, slot = np.nonzero(np.arange(self.decode_chunk)[:, None] < decoded.counts[None])
         at = self._lengths[slot] + step

@@ -81,10 +81,12 @@ class Shapes:
         self.device = device
         self._device = device or jax.devices()[0]
         self.params = weights_like(config, device)
+        self.layers = None  # of the parameters, apart, for `decode` on a GPU: a slice of an array is a copy there
         shape = num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
         keys = jax.ShapeDtypeStruct((config.num_layers, *shape), jnp.dtype(config.dtype))
         if self._device.platform == "gpu":
             keys = config.num_layers * (jax.ShapeDtypeStruct(shape, keys.dtype),)
+            self.layers = jax.eval_shape(transformer.layers_apart, self.params["blocks"])
         self.cache = transformer.KVCache(keys, keys, self._routes(max_total_tokens))
         self.buckets = tuple(_buckets(max_total_tokens))
 
@@ -106,14 +108,19 @@ class Shapes:
         attend = gpu_decode.attend if by_kernel else None
         static = transformer.graphdef(c), self._decode_chunk, self.max_kept, attend
         decode = functools.partial(_decode, *static)
-        return self._trace(decode, empty_slots(self._num_slots, self.max_kept))
+        weights = self.params, self.layers
+        return self._trace(decode, weights, self.cache, empty_slots(self._num_slots, self.max_kept))
+
+    def trace_apart(self) -> jax.stages.Traced:
+        """`transformer.layers_apart`."""
+        return self._trace(transformer.layers_apart, self.params["blocks"])
 
     def trace_prefill(self, bucket: int) -> jax.stages.Traced:
         """The program of `Programs.prefill` for one of the buckets."""
         c = self.config
         kernel = attention.choose("auto", self._device, bucket, c.dtype, c.windows, c.head_dim)
         prefill = functools.partial(_prefill, transformer.graphdef(c), kernel)
-        return self._trace(prefill, self.empty_prompts(bucket))
+        return self._trace(prefill, self.params, self.cache, self.empty_prompts(bucket))
 
     def max_rows(self, bucket: int) -> int:
         """Distinct rows that one prefill of this bucket takes."""
@@ -130,13 +137,13 @@ class Shapes:
             num_rows=np.zeros((), np.int32),
         )
 
-    def _trace(self, function, argument):
-        arguments = self.params, self.cache, argument
+    def _trace(self, function, *arguments):
         sharding = self.device and jax.sharding.SingleDeviceSharding(self.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        return jax.jit(function, donate_argnums=1).trace(*abstract)
+        donated = 1 if len(arguments) > 1 else ()
+        return jax.jit(function, donate_argnums=donated).trace(*abstract)
 
 
 class Programs:
@@ -149,6 +156,7 @@ class Programs:
         self._prefill = {
             bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets
         }
+        self._apart = shapes.layers and shapes.trace_apart().lower().compile()
         self._routes = jax.jit(_routes_of_slot)
         if shapes.config.num_experts:
             self._routes = self._routes.trace(shapes.cache.routes, np.int32(0)).lower().compile()
@@ -157,7 +165,13 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs compiled before the first request."""
-        return 1 + len(self._prefill) + (self._shapes.cache.routes is not None)
+        return 1 + len(self._prefill) + sum(
+            x is not None for x in (self._shapes.cache.routes, self._apart)
+        )
+
+    def for_decode(self, params):
+        """What `decode` takes of the weights: them, and on a GPU a copy of each of their layers."""
+        return params, self._apart and self._apart(params["blocks"])
 
     def empty_cache(self) -> transformer.KVCache:
         """Zeros. The programs take the cache by donation and return the new one."""
@@ -254,10 +268,10 @@ def empty_slots(num_slots: int, max_kept: int = 0) -> Slots:
     )
 
 
-def _decode(graphdef, num_steps, max_kept, attend, params, cache, slots):
+def _decode(graphdef, num_steps, max_kept, attend, weights, cache, slots):
     """Up to num_steps tokens for every active slot; ends early when none is active."""
+    params, layers = weights
     model = nnx.merge(graphdef, params)
-    layers = model.layers_apart() if isinstance(cache.k, tuple) else None
     num_slots = slots.tokens.shape[0]
     decoded = Decoded(
         tokens=jnp.zeros((num_steps, num_slots), jnp.int32),

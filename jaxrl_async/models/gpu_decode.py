@@ -74,9 +74,10 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
         name="decode_attention",
     )(jnp.concatenate(new, axis=2), k_BNSC, v_BNSC, first_B, at_B)
     if parts > 1:
+        # One kernel: XLA would compute shares that are divided first in another.
         share_BNPG = jnp.exp2(log_total_BNPG - log_total_BNPG.max(axis=2, keepdims=True))
-        share_BNPG /= share_BNPG.sum(axis=2, keepdims=True)
         attended_BNPGC = (share_BNPG[..., None] * attended_BNPGC).sum(axis=2)
+        attended_BNPGC /= share_BNPG.sum(axis=2)[..., None]
     return attended_BNPGC.astype(q_BHC.dtype).reshape(q_BHC.shape), k, v
 
 

@@ -259,20 +259,12 @@ class Transformer(nnx.Module):
         x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), layers)
         return self.final_norm(x_BTD), cache
 
-    def layers_apart(self) -> list["Block"]:
-        """A copy of each layer, for `decode` with a cache whose layers lie apart."""
-        graphdef, blocks = nnx.split(self.blocks)
-        return [
-            nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[i], blocks))  # noqa: B023
-            for i in range(self.config.num_layers)
-        ]
-
     def decode(
         self,
         tokens_B,
         positions_B,
         cache: KVCache,
-        layers: list["Block"] | None = None,
+        layers: list[nnx.State] | None = None,
         counts_B=None,
         attend=None,
     ):
@@ -326,10 +318,12 @@ class Transformer(nnx.Module):
 
         x_B1D = self._embed(tokens_B[:, None])
         if layers:
+            graphdef, _ = nnx.split(self.blocks)
             windows, apart = self.config.windows or [None] * len(layers), []
             routes = cache.routes or [None] * len(layers)
             of_layers = zip(layers, windows, cache.k, cache.v, routes, strict=True)
-            for i, (block, window, *own) in enumerate(of_layers):
+            for i, (own_params, window, *own) in enumerate(of_layers):
+                block = nnx.merge(graphdef, own_params)
                 of_experts = given and jax.tree.map(lambda x: x[i], given.of_layers)  # noqa: B023
                 x_B1D, own = layer(x_B1D, block, window, of_experts, KVCache(*own), ())
                 apart.append(own)
@@ -411,6 +405,12 @@ class Transformer(nnx.Module):
         x_BTD = axes.constrain(x_BTD, "data", None, axes.SHARDS)
         x_BTD = axes.constrain(x_BTD, axes.ROWS, None, axes.COLUMNS)
         return axes.constrain(x_BTD, axes.ROWS, axes.COLUMNS)
+
+
+def layers_apart(blocks: nnx.State) -> list[nnx.State]:
+    """Each layer of the parameters of `Transformer.blocks`, for `decode` with a cache whose layers lie apart."""
+    num_layers = len(jax.tree.leaves(blocks)[0])
+    return [jax.tree.map(lambda leaf: leaf[i], blocks) for i in range(num_layers)]  # noqa: B023
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
