@@ -101,17 +101,19 @@ def sample(logits, position, draw: Draw):
     Returns:
       tokens int32 [S] and logprobs float32 [S].
     """
-    logprobs, noise, never = _prepared(logits, position, draw)
+
+    def drawn(truncates):
+        # All within the branch: what it shared with the other would lie in memory, [S, V].
+        logprobs, noise, never = _prepared(logits, position, draw)
+        keep = ~never
+        if truncates:
+            keep &= _kept(jnp.where(never, -jnp.inf, logprobs), draw)
+        tokens = jnp.argmax(jnp.where(keep, logprobs + noise, -jnp.inf), axis=1).astype(jnp.int32)
+        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+
     truncates = (draw.top_p < 1) | (draw.top_k > 0)
-    keep = jax.lax.cond(
-        truncates.any(),
-        lambda: _kept(jnp.where(never, -jnp.inf, logprobs), draw),
-        lambda: jnp.ones_like(never),
-    )
-    keep &= ~never
-    tokens = jnp.argmax(jnp.where(keep, logprobs + noise, -jnp.inf), axis=1)
-    tokens = tokens.astype(jnp.int32)
-    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+    branches = (functools.partial(drawn, truncates) for truncates in (True, False))
+    return jax.lax.cond(truncates.any(), *branches)
 
 
 def sample_kept(logits, position, draw: Draw, max_kept: int):
