@@ -165,8 +165,10 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs compiled before the first request."""
-        return 1 + len(self._prefill) + sum(
-            x is not None for x in (self._shapes.cache.routes, self._apart)
+        return (
+            1
+            + len(self._prefill)
+            + sum(x is not None for x in (self._shapes.cache.routes, self._apart))
         )
 
     def for_decode(self, params):

@@ -34,7 +34,7 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
     Args:
       q_BHC, new_k_BNC, new_v_BNC: bfloat16, of one token of each row.
       k_BNSC, v_BNSC: the cache, of the same dtype, C a power of two, S a multiple of 16.
-      first_B: int32 [B].
+      first_B: int32 [B], below 0 as 0.
       at_B: int32 [B], ≥ first. A row whose index lies outside the cache writes nothing.
       interpret: runs without a GPU.
 
@@ -88,7 +88,8 @@ def _kernel(new, k, v, first, at, attended, log_total, k_out, v_out, *, block, h
     has_query = jnp.arange(rows) < heads
     scale = C**-0.5 * math.log2(math.e)
     q_RC = triton.load(new.at[:, :], mask=has_query[:, None], other=0.0)
-    first_block = first[()] // block
+    first_key = jnp.maximum(first[()], 0)
+    first_block = first_key // block
     size = pallas.cdiv(pallas.cdiv(end, block) - first_block, parts)
     start = first_block + part * size
     own_end = jnp.minimum(start + size, pallas.cdiv(end, block))
@@ -97,7 +98,7 @@ def _kernel(new, k, v, first, at, attended, log_total, k_out, v_out, *, block, h
         top_R, total_R, sums_RC = carry
         at_K = i * block + jnp.arange(block)
         scores_RK = scale * triton.dot(q_RC, k[pallas.ds(i * block, block), :].T)
-        scores_RK = jnp.where(((at_K >= first[()]) & (at_K < end))[None], scores_RK, _NEVER)
+        scores_RK = jnp.where(((at_K >= first_key) & (at_K < end))[None], scores_RK, _NEVER)
         new_top_R = jnp.maximum(top_R, scores_RK.max(axis=1))
         kept_R, weights_RK = jnp.exp2(top_R - new_top_R), jnp.exp2(scores_RK - new_top_R[:, None])
         values_RC = triton.dot(weights_RK.astype(v.dtype), v[pallas.ds(i * block, block), :])
