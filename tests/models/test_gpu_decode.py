@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fixtures import compilers
 from flax import nnx
 
-from jaxrl_async.inference import programs
 from jaxrl_async.models import attention, gpu_decode, transformer
 from jaxrl_async.models.transformer import KVCache, ModelConfig
 
