@@ -10,7 +10,8 @@ learner     Whole updates (accumulate, update with Adam) of Qwen3-0.6B's and Qwe
             beside the device's published peak and beside the product above, the most memory in use, and the
             kernels that the device ran longest.
 engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full: a step of decode beside the time in
-            which this device reads weights and filled keys and values once; prefill of rows of 2,048.
+            which this device reads weights and filled keys and values once, at the rate of its copy and at the data
+            sheet's; prefill of rows of 2,048.
 tests       `pytest -m accelerator`: kernels against the reference, offloaded moments, determinism.
 quickstart  configs/quickstart.py in one process: its scores, seconds a step.
 mismatch    The same task by a model of 4 layers of 512 in bfloat16, periodic: |learner's − engine's log-prob| of every
@@ -37,6 +38,7 @@ import sys
 import tempfile
 import time
 import traceback
+import types
 from typing import Any
 
 import record
@@ -238,20 +240,20 @@ def device(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
         "jaxlib": jaxlib.__version__,
         "python": sys.version.split()[0],
         "memory_bytes": (found.memory_stats() or {}).get("bytes_limit"),
-        "published_flops": published_flops(found.device_kind),
+        "published_flops": published(found.device_kind).peak_flops,
+        "published_bytes_per_sec": published(found.device_kind).bandwidth,
         "product_flops": product_flops(512 if smoke else 8192),
         "copy_bytes_per_sec": copy_rate(1 << 20 if smoke else 1 << 30),
     }
 
 
-def published_flops(kind: str) -> float | None:
-    """The peak in bfloat16 of a device by JAX's name for it, by its data sheet; None of an unknown one."""
+def published(kind: str):
+    """The data sheet's figures of a device by JAX's name for it, a `targets.Chip`; None each of an unknown one."""
     from jaxrl_async.fit import targets
 
-    for name, chip in CHIPS.items():
-        if name in kind:
-            return targets.CHIPS[chip].peak_flops
-    return None
+    names = (chip for name, chip in CHIPS.items() if name in kind)
+    unknown = types.SimpleNamespace(peak_flops=None, bandwidth=None)
+    return targets.CHIPS.get(next(names, ""), unknown)
 
 
 def product_flops(size: int) -> float:
@@ -297,7 +299,7 @@ def learner(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     trace = f"{case['scratch']}/{time.monotonic_ns()}"
     found = learner.rate(shape, work, 1 if smoke else 3, case["kernel"], trace)
     device = jax.devices()[0]
-    peak = published_flops(device.device_kind)
+    peak = published(device.device_kind).peak_flops
     return found | {
         "of_peak": found["flops_per_sec"] / peak if peak else None,
         "memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
@@ -372,6 +374,7 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
         copy_rate(1 << 20 if smoke else 1 << 30),
         product_flops(512 if smoke else 8192),
     )
+    published_bandwidth = published(jax.devices()[0].device_kind).bandwidth
     weights = sum(x.nbytes for x in jax.tree.leaves(params))
     kept = sum(x.nbytes for x in jax.tree.leaves(cache)) * (filled + steps / 2) / total
     row = statistics.median(prefill_secs[1:]) / num_rows
@@ -382,6 +385,8 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
         "decode_tokens_per_sec": slots / a_step,
         "decode_bytes_once": weights + kept,
         "decode_of_bound": (weights + kept) / bandwidth / a_step,
+        "decode_of_published": published_bandwidth
+        and (weights + kept) / published_bandwidth / a_step,
         "prefill_tokens_per_sec": total / row,
         "prefill_of_product": needed / product / row,
         "raw_decode_secs": decode_secs,

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jaxrl_async.models import transformer
+from jaxrl_async.models import gpu_decode, transformer
 from jaxrl_async.models.transformer import ModelConfig
 
 
@@ -36,6 +36,8 @@ def _of_equation(equation, kernels_alone, grouped_share) -> float:
         return 2.0 * math.prod(left) * kept
     if name == "pallas_call" and _is_grouped(params):
         return grouped_share * params["cost_estimate"].flops
+    if name == "pallas_call" and params["name"] == gpu_decode.NAME:
+        return float(params["cost_estimate"].flops)
     if name == "mpmd_map":
         return _of_gpu_kernel(equation)
     inner = [

@@ -358,9 +358,12 @@ def test_the_cache_is_updated_in_place_on_a_target(target):
         assert program.aliased_bytes >= engine.cache_bytes, program.name
     decode, prefill = engine.programs
     assert decode.argument_bytes > engine.cache_bytes + engine.weights_bytes
-    # A step attends to the whole cache, of which it needs half. Of a prefill a kernel's blocks count whole, those
-    # of "xla", which depend on the data, once.
-    assert 1.0 < decode.flops / decode.model_flops < 2.0
+    # A step attends to the whole cache, of which it needs half; a kernel, one for each layer, to what is filled. Of a
+    # prefill a kernel's blocks count whole, those of "xla", which depend on the data, once.
+    by_kernel = target == "h100-1" and jax.__version_info__ < (0, 11)
+    assert decode.cost.kernels == by_kernel * CONFIG.num_layers
+    assert (decode.flops == decode.model_flops) == by_kernel
+    assert 1.0 <= decode.flops / decode.model_flops < 2.0
     low, high = (1.0, 1.2) if target.startswith("v5e") else (0.8, 1.0)
     assert low < prefill.flops / prefill.model_flops < high and prefill.cost.unknown_loops
 

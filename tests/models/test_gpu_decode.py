@@ -56,7 +56,7 @@ def _assert_equal(attend, arrays):
 @pytest.mark.parametrize(("H", "N", "C"), [(6, 2, 32), (2, 2, 16)])
 def test_the_kernel_writes_a_token_and_attends_to_what_its_row_holds(monkeypatch, H, N, C, parts):
     monkeypatch.setattr(gpu_decode, "_PROGRAMS", parts * B * N)
-    monkeypatch.setattr(gpu_decode, "_BLOCK_NUMBERS", 32 * C)
+    monkeypatch.setattr(gpu_decode, "_FEW", (32 * C, 2))
     _assert_equal(interpreted, _arrays(H, N, C))
 
 
