@@ -13,7 +13,9 @@ from jax.experimental import pallas
 from jax.experimental.pallas import triton
 
 NAME = "decode_attention"  # of the kernel
-_PROGRAMS = 128  # of the kernel, at least, about as many as a card has cores: else a row's keys are parted
+_PROGRAMS = (
+    128  # of the kernel, at least, about as many as a card has cores: else a row's keys are parted
+)
 # Numbers of the keys in a step of the kernel, and steps that are read ahead: the fastest on an H200, of few programs,
 # and of twice as many as there are cores.
 _FEW, _MANY = (128 * 128, 3), (64 * 128, 2)
