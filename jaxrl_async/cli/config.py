@@ -275,11 +275,7 @@ def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
 
 
 def _found(what: str, file: str) -> pathlib.Path:
-    """A file, or the package's own that is called so, with or without "configs/" and ".py".
-
-    Raises:
-      UsageError: neither.
-    """
+    """A file, or the package's own, with or without "configs/" and ".py"; raises UsageError where there is neither."""
     path = pathlib.Path(file)
     if path.is_file():
         return path
@@ -293,11 +289,7 @@ def _found(what: str, file: str) -> pathlib.Path:
 
 
 def _call(path: pathlib.Path, name: str, arg: str) -> Any:
-    """The result of a function of a config file.
-
-    Raises:
-      UsageError: no such function; or the file sets a setting that does not exist, or to a value of another type.
-    """
+    """The result of a config file's function; raises UsageError without one, and for a setting that is none."""
     function = runpy.run_path(str(path)).get(name)
     if function is None:
         raise UsageError(f"{path} has no {name}(arg)")

@@ -179,11 +179,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
 
 
 def _check_workdir(job: driver.Job, config: ml_collections.ConfigDict) -> None:
-    """Refuses DIR/NAME when it holds a run of another config, as of a sweep that was changed since.
-
-    Raises:
-      UsageError: the settings that differ, or a config.json that cannot be read.
-    """
+    """Raises UsageError where DIR/NAME holds a run of another config, as of a sweep that was changed since."""
     try:
         found = workdirs.differences(job.workdir, config)
     except ValueError as error:

@@ -225,11 +225,7 @@ def _documented(doc: str) -> tuple[str, dict[str, str]]:
 
 
 def _schema(hint: Any) -> dict[str, Any]:
-    """The JSON schema of a type hint.
-
-    Raises:
-      TypeError: JSON has no such type.
-    """
+    """The JSON schema of a type hint; raises TypeError where JSON has no such type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in _TYPES:
         return {"type": _TYPES[hint]}

@@ -284,12 +284,7 @@ class _Round:
                 self.ended.set()
 
     async def wait_until_open(self, address: str) -> None:
-        """Waits until rank 0 is ready.
-
-        Raises:
-          BrokenRoundError: it did not become so in time.
-          ImportError: there is no PyTorch here.
-        """
+        """Waits for rank 0; raises BrokenRoundError when it is late, and ImportError without PyTorch."""
         waits = {self._opening, self._broken}
         await asyncio.wait(waits, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
@@ -388,11 +383,7 @@ class _Rank:
         self._closing: Callable[[], None] = lambda: None
 
     async def start(self) -> bool:
-        """Starts it where it does not run; returns whether it did not.
-
-        Raises:
-          ImportError: there is no PyTorch here.
-        """
+        """Starts it where it does not run; returns whether it did not. Raises ImportError without PyTorch."""
         if self._process is not None and self._process.poll() is None:
             return False
         self.kill()
@@ -411,11 +402,7 @@ class _Rank:
         return True
 
     async def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        """One command of rank_zero.RankZero; its answer. Without a deadline: `kill` ends it.
-
-        Raises:
-          _RankError: it failed.
-        """
+        """The answer to a command of rank_zero.RankZero, without a deadline: `kill` ends it. Raises _RankError."""
         answer = await self._exchange(json.dumps({"do": do} | values))
         if "error" in answer:
             raise _RankError(f"rank 0 failed to {do}: {answer['error']}")

@@ -118,11 +118,7 @@ class _Loaded:
 
 @functools.cache
 def _load(arguments: str) -> _Loaded:
-    """An environment by `Verifiers._arguments`.
-
-    Raises:
-      ValueError: it cannot be loaded.
-    """
+    """An environment by `Verifiers._arguments`; raises ValueError where it cannot be loaded."""
     name, num_tasks, given = json.loads(arguments)
     vf = library_of("verifiers.v1", _KEY)
     try:

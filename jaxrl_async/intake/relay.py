@@ -223,11 +223,7 @@ class _Arrival:
         self._changed = asyncio.Event()
 
     async def wait_for_more_than(self, num_bytes: int) -> pathlib.Path:
-        """Waits until it has begun and has more bytes; returns its file.
-
-        Raises:
-          PieceError: no more can come, or none did for STALL_SECS.
-        """
+        """Its file, once it has more bytes; raises PieceError where no more can come, or none did for STALL_SECS."""
         while self.part is None or self.num_bytes <= num_bytes:
             if self._has_ended:
                 raise PieceError(f"{self.name} did not arrive whole here")

@@ -468,11 +468,7 @@ def _first_words(error: Exception) -> str:
 
 
 def _read_tables(directory: epath.Path, step: int) -> list[dict[str, Any]]:
-    """The tables of digests of all processes that wrote a checkpoint; [] where it has none.
-
-    Raises:
-      ValueError: one is damaged, missing, or of another checkpoint.
-    """
+    """The tables of digests of a checkpoint, one a process, or []; raises ValueError for a wrong or missing one."""
     if not directory.exists():
         return []
     first = _read_table(directory, 0, step)

@@ -112,9 +112,8 @@ class Lease:
             ended.set()
         thread.join(2 * CALL_SECS)
         try:
-            self._store.write(NAME, None, if_equal=self.confirm().stamp.generation).result(
-                CALL_SECS
-            )
+            last = self.confirm().stamp.generation
+            self._store.write(NAME, None, if_equal=last).result(CALL_SECS)
         except Exception as error:
             log.warning("%s is not given back: %s", self.place, error)
 

@@ -117,11 +117,7 @@ class _Outage:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Grpc:
-    """The address of a queue, the access to it, and the bounds and errors of the calls.
-
-    Raises:
-      ValueError: tls_ca holds no certificate.
-    """
+    """The address of a queue, the access to it, and the calls' bounds and errors; a wrong tls_ca raises ValueError."""
 
     _library: ClassVar[Any]  # grpc or grpc.aio
 

@@ -600,11 +600,7 @@ class QueueService:
     async def _until(
         self, ready: Callable[[], bool], wait_secs: float, describe: Callable[[], str]
     ) -> None:
-        """Waits until ready() holds, checked after every change.
-
-        Raises:
-          TimeoutError: it does not within wait_secs; the message is `describe()`.
-        """
+        """Waits until ready() holds, checked after every change; raises TimeoutError(describe()) after wait_secs."""
         if not 0 <= wait_secs <= MAX_WAIT_SECS:
             raise ValueError(f"wait_secs must be in [0, {MAX_WAIT_SECS:.0f}], got {wait_secs}")
         deadline = self.clock() + wait_secs

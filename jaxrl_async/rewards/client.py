@@ -216,11 +216,7 @@ class RewardClient:
         service.suspect_until = -math.inf
 
     def _suspect(self, service: _Service, error: grpc.aio.AioRpcError) -> None:
-        """Has a service asked last, and described again, that gave no answer.
-
-        Raises:
-          PoolError: it answered, and refused.
-        """
+        """Has a service that gave no answer asked last, and described again; raises PoolError where it refused."""
         if error.code() not in _LOST:
             raise _refusal(service.address, error) from None
         service.suspect_until = self.clock() + SUSPECT_SECS

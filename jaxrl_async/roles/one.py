@@ -76,11 +76,7 @@ def run(settings: Settings, workdir: pathlib.Path, **how: Any) -> bool:
 
 
 def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:
-    """The learner's devices, and one for each engine: the last ones, or the first for all where they share.
-
-    Raises:
-      ValueError: this process has fewer or more devices.
-    """
+    """The learner's devices, and one an engine: the last, or the first for all. Raises ValueError: too few or many."""
     devices, count = jax.devices(), settings.server.devices
     if not count:
         return devices, [devices[0]] * len(settings.server.addresses)
@@ -114,12 +110,7 @@ class _Others:
         self._thread.join(STOP_SECS)
 
     def run(self, call: Coroutine, timeout_secs: float) -> Any:
-        """Runs a call of another thread in the queue's loop.
-
-        Raises:
-          TimeoutError: it is not answered within timeout_secs.
-          Exception: what the call raises, or what ended the queue or a worker.
-        """
+        """Runs another thread's call in the queue's loop; raises its error, TimeoutError, or what ended the queue."""
         if self._ended.done():
             call.close()
             return self._first_of(self._ended, "", 0.0)

@@ -446,11 +446,7 @@ def learner_stop_secs(settings: Settings) -> float:
 
 
 def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
-    """Sends STOP_SIGNAL to the learner and waits for its exit. Returns whether the last step was done by then.
-
-    Raises:
-      RoleDiedError: it failed instead.
-    """
+    """Sends STOP_SIGNAL to the learner; at its exit, whether the run is done. Raises RoleDiedError where it failed."""
     for role in learners:
         role.process.send_signal(STOP_SIGNAL)
     deadline = time.monotonic() + stop_secs
@@ -515,12 +511,7 @@ class _Restarts:
         self._early: set[str] = set()  # roles that ended by themselves soon after their last start
 
     def of(self, role: Role) -> Role:
-        """The restart of a role that ended and is not a learner.
-
-        Raises:
-          RoleDiedError: it cannot go on, by itself: a queue, a role with bad settings, or one that ended soon after
-            its start for the second time.
-        """
+        """A role but a learner, restarted; raises RoleDiedError: a queue, bad settings, or a second early end."""
         code, now = role.process.returncode, self._clock()
         if code >= 0:
             if code == BAD_USAGE or not role.name.startswith(("server-", "rollout-")):

@@ -186,11 +186,7 @@ class _Body:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
-        """The inverse of `body`; null is like a key that is absent.
-
-        Raises:
-          RequestError: an unknown key, or a value that cannot be.
-        """
+        """The inverse of `body`; null is like an absent key. Raises RequestError: an unknown key or value."""
         # Those of a subclass first: they tell the bodies apart.
         fields = {field.name: field for field in reversed(dataclasses.fields(cls))}
         if unknown := sorted(body.keys() - fields.keys()):
