@@ -46,14 +46,7 @@ def console() -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Runs one verb.
-
-    Args:
-      argv: the words after the program's name.
-
-    Returns:
-      0 when done, 1 when the run failed, 2 for bad usage.
-    """
+    """Runs one verb: 0 when done, 1 when the run failed, 2 for bad usage."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return DONE if argv else BAD_USAGE

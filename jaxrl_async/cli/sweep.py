@@ -41,15 +41,7 @@ Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage."
 
 
 def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
-    """Runs the verb.
-
-    Args:
-      argv: the words after it.
-      program: the words before `train` and `evaluate`.
-
-    Returns:
-      The exit code.
-    """
+    """Runs the verb, with the words before `train` and `evaluate`; returns the exit code."""
     try:
         with _interrupts():
             return _main(argv, program)

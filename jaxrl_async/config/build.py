@@ -135,10 +135,6 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
     A key that did not exist then has the value that the code had before the key existed (`before` in its field), not
     the default.
 
-    Args:
-      config: the content, with every key of its time.
-      where: the file, for messages.
-
     Returns:
       The config, and a sentence for each renamed and each added key.
 

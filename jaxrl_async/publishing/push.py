@@ -150,11 +150,7 @@ class Push:
 
 
 def write_difference(stored: StoredVersion, base: str) -> pathlib.Path | None:
-    """Writes the difference of a version from one beside it in its store.
-
-    Args:
-      stored: of which a server is to get the difference.
-      base: digest of the version that the server has kept.
+    """Writes the difference of a version from one beside it in its store, whose digest `base` is.
 
     Returns:
       its file; None where the store has no such base, or the full version is the better way.

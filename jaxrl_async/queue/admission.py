@@ -284,11 +284,6 @@ class Admission:
         A permit issued under version v belongs to a step ≤ η + v + 1, so tokens of v and later are within η there;
         servers hold at most weight_delay less. No version above the last step leased in full exists.
 
-        Args:
-          permit: running.
-          oldest: version of its tokens, and the newest one.
-          newest: see `oldest`.
-
         Returns:
           "over_age", "foreign_version", "overtaken" as of `overtaken`, or None.
         """

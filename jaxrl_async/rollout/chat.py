@@ -133,10 +133,6 @@ def message_of(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str,
     """An answer as a message, and whether it calls tools.
 
     It does where every call in it is whole and names one of `tools`; any other answer is its text.
-
-    Args:
-      text: without the stop token or the stop text.
-      tools: of the call.
     """
     names = {tool["function"]["name"] for tool in tools}
     calls = parse_calls(text) if tools else []

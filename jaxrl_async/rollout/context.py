@@ -177,10 +177,6 @@ class Context:
     ) -> list[int]:
         """The ids of a conversation up to where an answer begins, as the chat template writes it.
 
-        Args:
-          messages: each with its `role` and `content`.
-          tools: JSON schemas that the template shows.
-
         Raises:
           ValueError: there is no chat template, or it refuses.
         """

@@ -84,12 +84,7 @@ class Sampler:
             self.client.run_id = run_id
 
     def distrust(self, permit: Permit, refusal: str) -> None:
-        """Distrusts the servers that sampled the tokens for which a group was refused: its oldest, or its newest.
-
-        Args:
-          permit: of the group.
-          refusal: one of REFUSALS.
-        """
+        """Distrusts the servers that sampled the tokens for which a group was refused: its oldest, or its newest."""
         sources = self._sources.get(permit, ())
         if refusal == "over_age":
             bound = min((oldest for _, oldest, _ in sources), default=0)

@@ -18,11 +18,6 @@ def sync(workdir: pathlib.Path, directory: str, step: int) -> str:
 
     A copy that was cut short counts as none: config.json is the last file of it.
 
-    Args:
-      workdir: without a process of the run.
-      directory: checkpoint.directory.
-      step: the last one.
-
     Returns:
       A sentence on what was copied; "" where both are there already.
 

@@ -48,9 +48,6 @@ ALONE = Place("all", 0, 1, "", (), "")
 def place_of(environ: Mapping[str, str]) -> Place:
     """The place that an environment gives this process; `ALONE` outside a cluster.
 
-    Args:
-      environ: of the process, `os.environ`.
-
     Raises:
       ClusterError: a cluster's variable is missing, or fits no layout above.
     """

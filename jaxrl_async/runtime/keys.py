@@ -28,11 +28,6 @@ _SETTINGS = {
 def made(settings: Settings, workdir: pathlib.Path, *, servers: bool) -> Settings:
     """The settings of a run with keys where they name none; a file that is there is kept if it is sound.
 
-    Args:
-      settings: the run.
-      workdir: its directory.
-      servers: whether it starts servers as processes.
-
     Raises:
       StartError: the workdir cannot be written.
     """

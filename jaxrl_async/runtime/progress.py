@@ -67,13 +67,7 @@ class Progress:
         self._bar.close()
 
     def show(self, row: Mapping[str, float] | None, status: QueueStatus | None, said: str) -> None:
-        """Prints what is new.
-
-        Args:
-          row: the last one of metrics.jsonl.
-          status: of the queue, or None.
-          said: the last line of the learner's log.
-        """
+        """Prints what is new."""
         if row is None or row == self.row:
             return self._show_stage(stage_of(status, said))
         now, step, self.stage = self.clock(), int(row["step"]), ""

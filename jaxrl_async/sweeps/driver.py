@@ -97,11 +97,6 @@ def run(jobs: Sequence[Job], *, at_once: int, say: Callable[[str], None] = print
 
     An interrupt (KeyboardInterrupt, SystemExit, …) ends the running commands and is raised again.
 
-    Args:
-      jobs: in the order in which they are started.
-      at_once: jobs that run at the same time.
-      say: receives a line for each job that starts or ends.
-
     Returns:
       Name → "finished", "failed: WHY", or "runs elsewhere" if another driver holds its lock.
     """

@@ -84,13 +84,7 @@ def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: boo
 
 
 def difference(run: Digest, now: Digest, splits: Splits) -> str:
-    """The first question in which a task differs from the run's, a sentence; "" where it does not.
-
-    Args:
-      run: the digest that the run began with.
-      now: of `splits`.
-      splits: the task's questions now.
-    """
+    """The first question in which a task differs from the run's, a sentence; "" where it does not."""
     if run.digest == now.digest:
         return ""
     if list(run.marks) != list(now.marks):

@@ -67,9 +67,6 @@ class Tokenizer(Protocol):
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids that the policy reads of a conversation, up to where its answer begins.
 
-        Args:
-          messages: each with its `role` and `content`.
-
         Raises:
           ValueError: the chat template refuses; or there is none, and more than one message.
         """
@@ -337,10 +334,6 @@ class HFTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """The ids of the chat template's rendering of a conversation; of its one message, where there is no template.
-
-        Args:
-          messages: each with its `role` and `content`.
-          tools: JSON schemas that the template shows.
 
         Raises:
           ValueError: the template refuses; or there is none, and more than one message.

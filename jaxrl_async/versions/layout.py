@@ -73,21 +73,13 @@ def tensor_digest(array: np.ndarray) -> str:
 
 
 def version_digest(digests: Mapping[str, str]) -> str:
-    """SHA-256 over a line "name digest" of each tensor, sorted by name, in hex: "digest" of a manifest.
-
-    Args:
-      digests: of the tensors, by name.
-    """
+    """SHA-256 over a line "name digest" of each tensor, sorted by name, in hex: "digest" of a manifest."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def check_manifest(directory: str | os.PathLike, digests: Mapping[str, str]) -> None:
     """Compares tensors with the manifest beside them, where there is one: what the writer wrote.
-
-    Args:
-      directory: of the manifest.
-      digests: of the tensors that were read there, by name.
 
     Raises:
       ValueError: they differ in a name or a digest.

@@ -131,10 +131,6 @@ def of_run(rows: Sequence[Mapping[str, float]], completions: int) -> dict[str, f
     Its seconds of work, without waits and checkpoints, are step_secs + token_secs · completion tokens, by least
     squares; neither is negative.
 
-    Args:
-      rows: one a step, in order.
-      completions: of a step.
-
     Raises:
       MeasureError: fewer than three steps behind the WARM_STEPS.
     """
