@@ -103,8 +103,8 @@ class Shapes:
 
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
-        c, tokens = self.config, self._max_total_tokens
-        by_kernel = gpu_decode.takes(self._device, c.dtype, c.head_dim, tokens)
+        c = self.config
+        by_kernel = gpu_decode.takes(self._device, c, self._max_total_tokens)
         attend = gpu_decode.attend if by_kernel else None
         static = transformer.graphdef(c), self._decode_chunk, self.max_kept, attend
         decode = functools.partial(_decode, *static)

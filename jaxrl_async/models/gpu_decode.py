@@ -19,17 +19,25 @@ _PROGRAMS = (
 # Numbers of the keys in a step of the kernel, and steps that are read ahead: the fastest on an H200, of few programs,
 # and of twice as many as there are cores.
 _FEW, _MANY = (128 * 128, 3), (64 * 128, 2)
-_MIN_ROWS = 16  # of a product of matrices
+_CARDS = (
+    8.0,
+    9.0,
+    10.0,
+    10.3,
+)  # compute capabilities of cores with 164 KB and more of shared memory
 _NEVER = -1e30
 
 
-def takes(device: jax.Device, dtype: str, head_dim: int, num_tokens: int) -> bool:
-    """Whether the kernel is written for a device, and a cache's dtype, size of heads and tokens of a row."""
-    is_nvidia = device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) >= 8
+def takes(device: jax.Device, config, num_tokens: int) -> bool:
+    """Whether the kernel is written for a device, and for a ModelConfig's cache with some tokens a row."""
+    C, rows = config.head_dim, _rows(config.num_heads // config.num_kv_heads)
+    has_room = (
+        device.platform == "gpu" and float(getattr(device, "compute_capability", 0)) in _CARDS
+    )
     # A device without a name is described alone. A later JAX builds the kernel for the card that it finds.
     can_build = bool(device.device_kind) or jax.__version_info__ < (0, 11)
-    is_power = head_dim & (head_dim - 1) == 0 and 16 <= head_dim <= 256
-    return is_nvidia and can_build and is_power and dtype == "bfloat16" and num_tokens % 16 == 0
+    fits = C & (C - 1) == 0 and 16 <= C <= 256 and rows * C <= 8192 and num_tokens % 16 == 0
+    return has_room and can_build and fits and config.dtype == "bfloat16"
 
 
 def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interpret=False):
@@ -50,7 +58,7 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
     parts = max(1, _PROGRAMS // (B * N))
     numbers, stages = _FEW if B * N * parts < 2 * _PROGRAMS else _MANY
     block = math.gcd(S, max(16, numbers // C))
-    rows = max(_MIN_ROWS, pallas.next_power_of_2(G + 2))
+    rows = _rows(G)
     # In one array: XLA writes each with a kernel of its own.
     new = q_BHC.reshape(B, N, G, C), new_k_BNC[:, :, None], new_v_BNC[:, :, None]
     row = pallas.BlockSpec((None,), lambda b, n, part: (b,))
@@ -90,6 +98,11 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
         attended_BNPGC = (share_BNPG[..., None] * attended_BNPGC).sum(axis=2)
         attended_BNPGC /= share_BNPG.sum(axis=2)[..., None]
     return attended_BNPGC.astype(q_BHC.dtype).reshape(q_BHC.shape), k, v
+
+
+def _rows(group):
+    """Of a product of matrices that has a group's queries, the key and the value."""
+    return max(16, pallas.next_power_of_2(group + 2))
 
 
 def _kernel(new, k, v, first, at, attended, log_total, k_out, v_out, *, block, heads, parts):

@@ -86,6 +86,9 @@ def test_a_model_decodes_the_same_by_the_kernel():
         ("gpu", "9.0", {}, True),
         ("gpu", "8.0", {}, True),
         ("gpu", "7.5", {}, False),
+        ("gpu", "8.9", {}, False),
+        ("gpu", "9.0", {"num_heads": 124}, True),
+        ("gpu", "9.0", {"num_heads": 126}, False),
         ("gpu", "9.0", {"dtype": "float32"}, False),
         ("gpu", "9.0", {"head_dim": 80}, False),
         ("gpu", "9.0", {"head_dim": 512}, False),
@@ -98,15 +101,19 @@ def test_it_is_taken_where_it_is_written_for_the_device_and_the_cache(
     platform, capability, fits, takes
 ):
     device = SimpleNamespace(platform=platform, device_kind="a card", compute_capability=capability)
-    shape = dict(dtype="bfloat16", head_dim=128, num_tokens=2048) | fits
-    assert gpu_decode.takes(device, **shape) == takes
+    shape = (
+        dict(dtype="bfloat16", head_dim=128, num_heads=12, num_kv_heads=2, num_tokens=2048) | fits
+    )
+    config = SimpleNamespace(**shape)
+    assert gpu_decode.takes(device, config, config.num_tokens) == takes
 
 
 @pytest.mark.accelerator
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize(("H", "N", "C"), [(16, 8, 128), (12, 2, 128), (16, 8, 64), (4, 1, 256)])
 def test_on_its_card_it_equals_attention_in_float32(H, N, C):
-    if not gpu_decode.takes(jax.devices()[0], "bfloat16", C, 2048):
+    config = SimpleNamespace(dtype="bfloat16", head_dim=C, num_heads=H, num_kv_heads=N)
+    if not gpu_decode.takes(jax.devices()[0], config, 2048):
         pytest.skip(f"not for {jax.devices()[0].device_kind}")
     arrays = _arrays(H, N, C, num_rows=64, num_tokens=2048)
     _assert_equal(gpu_decode.attend, arrays)
