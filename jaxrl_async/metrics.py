@@ -114,11 +114,7 @@ class MetricsWriter:
         self._tracker = tracker
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a step.
-
-        Raises:
-          KeyError: a name that is not in METRICS.
-        """
+        """Writes the metrics of a step. Raises KeyError: a name that is not in METRICS."""
         for name in values:
             if name not in METRICS and f"{name.split('/')[0]}/" not in METRICS:
                 raise KeyError(f"metric {name!r} is not in the table jaxrl_async.metrics.METRICS")

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def load(spec: str) -> Any:
-    """The attribute that "module:attribute" names.
-
-    Raises:
-      ImportError, AttributeError: no such module or attribute.
-    """
+    """The attribute that "module:attribute" names. Raises ImportError, AttributeError: no such module or attribute."""
     module, _, attribute = spec.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

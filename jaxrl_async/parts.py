@@ -357,11 +357,7 @@ def rollout_of(settings: Settings) -> Rollout:
 
 
 def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
-    """The run's rollout function, as training and every evaluation run it.
-
-    Raises:
-      ValueError: no such function.
-    """
+    """The run's rollout function, as training and every evaluation run it. Raises ValueError: no such function."""
     from jaxrl_async.rewards import weighted
     from jaxrl_async.rollout.runner import Runner
     from jaxrl_async.tasks.task import RIGHT

@@ -117,11 +117,7 @@ class Share:
         return range(i * num_groups // n, (i + 1) * num_groups // n)
 
     def of_chunk(self, num_groups: int) -> list[int]:
-        """Positions in a chunk, ascending.
-
-        Raises:
-          ValueError: num_minibatches does not divide the number of groups.
-        """
+        """Positions in a chunk, ascending. Raises ValueError: num_minibatches does not divide the number of groups."""
         size, rest = divmod(num_groups, self.num_minibatches)
         if rest:
             raise ValueError(

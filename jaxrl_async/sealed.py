@@ -25,11 +25,7 @@ def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsealed(found: Any) -> dict[str, Any]:
-    """The object without its seal.
-
-    Raises:
-      ValueError: it is no object, or its seal is of another one.
-    """
+    """The object without its seal. Raises ValueError: it is no object, or its seal is of another one."""
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {type(found).__name__}")
     values = {name: value for name, value in found.items() if name != SEAL}

@@ -17,11 +17,7 @@ TLS_FLAGS: dict[str, tuple[Any, str]] = {
 
 
 def check_tls(what: str, flags: Any) -> None:
-    """Refuses --host beyond loopback without TLS or --insecure.
-
-    Raises:
-      UsageError: names the flags.
-    """
+    """Refuses --host beyond loopback without TLS or --insecure. Raises UsageError: names the flags."""
     address, remedy = f"{flags.host}:{flags.port}", "--tls_cert and --tls_key"
     try:
         security.check_tls(what, address, flags.tls_cert, flags.insecure, remedy, "--insecure")

@@ -37,11 +37,7 @@ def contradictions(s: Settings, refused: Collection[str] = ()) -> list[str]:
 
 
 def refuse(found: Sequence[str]) -> None:
-    """Raises the problems of one config together, each on a line of its own.
-
-    Raises:
-      SettingsError: there is one.
-    """
+    """Raises one SettingsError with all problems of a config, where there are some, each on a line of its own."""
     if len(found) == 1:
         raise SettingsError(found[0])
     if found:
@@ -158,11 +154,7 @@ def warnings(s: Settings) -> list[str]:
 
 
 def queue_access_of(settings: Settings) -> dict[str, Any]:
-    """The keyword arguments of a client of the queue, beside its address.
-
-    Raises:
-      SettingsError: as of `key_named`.
-    """
+    """The keyword arguments of a client of the queue, beside its address. Raises SettingsError: as of `key_named`."""
     queue = settings.queue
     return {"token": key_named("queue.token_env", queue.token_env), "tls_ca": queue.tls_ca}
 

@@ -63,11 +63,7 @@ class Environment(Protocol):
 
 
 def check_observation(observation: Any) -> Observation:
-    """Returns an observation that can be used.
-
-    Raises:
-      TypeError, ValueError: names the field and the value.
-    """
+    """Returns an observation that can be used. Raises TypeError, ValueError: names the field and the value."""
     o = observation
     if not isinstance(o, Observation):
         raise TypeError(f"an environment must return an Observation, got {o!r:.200}")

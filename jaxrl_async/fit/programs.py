@@ -254,11 +254,7 @@ def check_plan(settings: Settings, target: Target) -> None:
 
 
 def devices_of(target: Target) -> list:
-    """The target's devices, which no machine needs to have.
-
-    Raises:
-      FitError: the compiler refuses the topology.
-    """
+    """The target's devices, which no machine needs to have. Raises FitError: the compiler refuses the topology."""
     from jax.experimental import topologies
 
     if target.chip.platform == "tpu":

@@ -147,11 +147,7 @@ class Texts:
         return params
 
     def call(self, route: str, body: Mapping[str, Any]) -> Call:
-        """A checked body of OpenAI's.
-
-        Raises:
-          InvalidRequestError: names the field, the value and the bound.
-        """
+        """A checked body of OpenAI's. Raises InvalidRequestError: names the field, the value and the bound."""
         given, is_chat = fields.asked("the body", body, KEYS[route]), route == _CHAT
         stream, echo = fields.flag(given, "stream"), fields.flag(given, "echo")
         num_top = _num_top(given, is_chat)

@@ -251,11 +251,7 @@ class Receiver:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body; an empty body is {}.
-
-    Raises:
-      RequestError: it is none.
-    """
+    """The JSON object of a body; an empty body is {}. Raises RequestError: it is none."""
     try:
         body = json.loads(raw) if raw else {}
     except (ValueError, RecursionError) as error:  # The last of "[[[[…".

@@ -22,11 +22,7 @@ _NOTHING = slice(0, 0)
 
 
 def check(num_blocks: int, num_layers: int) -> None:
-    """Refuses blocks without a layer.
-
-    Raises:
-      ValueError: num_blocks is not in [1, num_layers].
-    """
+    """Refuses blocks without a layer. Raises ValueError: num_blocks is not in [1, num_layers]."""
     if not 1 <= num_blocks <= num_layers:
         raise ValueError(
             f"learner.blocks must be in [1, {num_layers}], the layers of the model, got {num_blocks}"

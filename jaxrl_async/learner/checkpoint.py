@@ -205,11 +205,7 @@ class Checkpoints:
         return sorted(steps)
 
     def latest(self) -> int:
-        """The last restorable step.
-
-        Raises:
-          CheckpointError: there is none.
-        """
+        """The last restorable step. Raises CheckpointError: there is none."""
         if not (steps := self.steps()):
             raise CheckpointError(f"no checkpoint in {self._directory}")
         return steps[-1]

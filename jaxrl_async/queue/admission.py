@@ -182,11 +182,7 @@ class Admission:
         return min(total, ready) + max(0, total - self.reissues)
 
     def chunk_is_ready(self, step: int, index: int) -> bool:
-        """Whether `lease` would give this chunk.
-
-        Raises:
-          OrderError: as `lease`.
-        """
+        """Whether `lease` would give this chunk. Raises OrderError: as `lease`."""
         return self.leases.fixed(step, index) is not None or self._choose() is not None
 
     # Events.

@@ -203,11 +203,7 @@ class LearnerQueue:
         self._generation = generation
 
     def confirm(self) -> None:
-        """Checks that no learner began after this one.
-
-        Raises:
-          SupersededError: names both generations.
-        """
+        """Checks that no learner began after this one. Raises SupersededError: names both generations."""
         newest = self.status().generation
         if newest != self._generation:
             raise SupersededError(

@@ -447,11 +447,7 @@ class Journal:
         return await self._put(read)
 
     async def resume_point(self, step: int) -> ResumePoint:
-        """Reads the resume point of a committed step.
-
-        Raises:
-          JournalError: it was not committed.
-        """
+        """Reads the resume point of a committed step. Raises JournalError: it was not committed."""
 
         def read(c: sqlite3.Connection) -> ResumePoint:
             _check(c, self._path, "commits", f"step = {step:d}")
@@ -559,11 +555,7 @@ class JournalReader:
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Opens the file.
-
-        Raises:
-          JournalError: there is none, it is damaged, or a queue is writing it.
-        """
+        """Opens the file. Raises JournalError: there is none, it is damaged, or a queue is writing it."""
         self._path = pathlib.Path(path).absolute()
         if not self._path.exists():
             raise JournalError(f"no journal at {self._path}: restore a copy of it")

@@ -16,11 +16,7 @@ class ReplayQueue:
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        """Yields the chunks of a step as they were.
-
-        Raises:
-          JournalError: its groups are forgotten or damaged.
-        """
+        """Yields the chunks of a step as they were. Raises JournalError: its groups are forgotten or damaged."""
         for index in range(self._reader.num_chunks(step)):
             groups, last = self._reader.chunk(step, index)
             yield Chunk(step, index, groups, last)

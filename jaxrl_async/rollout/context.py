@@ -165,11 +165,7 @@ class Context:
         return completion
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added.
-
-        Raises:
-          ValueError: the tokenizer has no tokens for it.
-        """
+        """The ids of a text, nothing added. Raises ValueError: the tokenizer has no tokens for it."""
         return list(self._encode(text))
 
     def encode_chat(

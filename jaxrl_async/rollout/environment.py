@@ -73,11 +73,7 @@ class EnvironmentRollout:
             await self._host.close()
 
     async def __call__(self, prompt: Prompt, context: Context) -> Trajectory:
-        """One episode.
-
-        Raises:
-          RolloutError: "environment_error" or "environment_timeout"; or of `context.generate`.
-        """
+        """One episode. Raises RolloutError: "environment_error" or "environment_timeout"; or of `context.generate`."""
         async with self._episode() as episode:
             return await self._play(episode, prompt, context)
 

@@ -51,11 +51,7 @@ class Task(Protocol):
 
 
 def metadata_of(example: Example) -> dict[str, Any]:
-    """A copy of an example's metadata.
-
-    Raises:
-      ValueError: it is no JSON, in which rewards get it.
-    """
+    """A copy of an example's metadata. Raises ValueError: it is no JSON, in which rewards get it."""
     try:
         return json.loads(json.dumps(dict(example.metadata))) if example.metadata else {}
     except (TypeError, ValueError) as error:
@@ -87,21 +83,13 @@ def cycled(train: Sequence[_T], num: int | None) -> list[_T]:
 
 
 def check_between(name: str, value: float, low: float, high: float, which: str = "") -> None:
-    """Checks an argument of a task.
-
-    Raises:
-      ValueError: it is outside [low, high]; `which` says what `high` is.
-    """
+    """Checks an argument of a task. Raises ValueError: it is outside [low, high]; `which` says what `high` is."""
     if not low <= value <= high:
         raise ValueError(f"{name} must be in [{low}, {high}]{which}, got {value}")
 
 
 def check_split(split: str) -> str:
-    """Returns the name of a split.
-
-    Raises:
-      ValueError: there is no such split.
-    """
+    """Returns the name of a split. Raises ValueError: there is no such split."""
     if split not in SPLITS:
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
     return split

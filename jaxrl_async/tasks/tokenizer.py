@@ -198,11 +198,7 @@ class CharTokenizer:
         self.vocab_size = len(self._texts)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text.
-
-        Raises:
-          ValueError: a character is not in the alphabet.
-        """
+        """The ids of a text. Raises ValueError: a character is not in the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -215,11 +211,7 @@ class CharTokenizer:
         return self.encode(asked if isinstance(asked, str) else _only_message(asked))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of the one message; there is no chat template.
-
-        Raises:
-          ValueError: more than one message.
-        """
+        """The ids of the one message; there is no chat template. Raises ValueError: more than one message."""
         return self.encode_prompt(_only_message(messages))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -299,11 +291,7 @@ class HFTokenizer:
         return bool(self._templates)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added.
-
-        Raises:
-          ValueError: one has no embedding in the run's model.
-        """
+        """The ids of a text, nothing added. Raises ValueError: one has no embedding in the run's model."""
         return self._encoded(text, add_special_tokens=False)
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -192,11 +192,7 @@ class WeightStore:
         return self._root / f"{version:08d}"
 
     def get(self, version: int) -> "StoredVersion":
-        """A version that is there.
-
-        Raises:
-          WeightStoreError: its manifest is missing, or is none.
-        """
+        """A version that is there. Raises WeightStoreError: its manifest is missing, or is none."""
         return StoredVersion(self.path(version))
 
     def versions(self) -> list[int]:
@@ -259,11 +255,7 @@ class StoredVersion(os.PathLike):
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Reads the manifest.
-
-        Raises:
-          WeightStoreError: there is none, or it is no manifest.
-        """
+        """Reads the manifest. Raises WeightStoreError: there is none, or it is no manifest."""
         self._path = pathlib.Path(path)
         self.manifest = read_manifest(path)
         self.is_checked = False
@@ -329,11 +321,7 @@ class StoredVersion(os.PathLike):
                 self.is_checked = True
 
     def tensor(self, name: str) -> np.ndarray:
-        """A tensor, read-only, as a map of its file.
-
-        Raises:
-          WeightStoreError: as of `check`.
-        """
+        """A tensor, read-only, as a map of its file. Raises WeightStoreError: as of `check`."""
         self.check()
         with self._lock:
             mapped, entry = self._map(self.manifest["tensors"][name]["file"]), self._entries[name]

@@ -74,11 +74,7 @@ def program_of(completion: str, prefix: str = "") -> str:
 
 
 def parse_tests(answer: str) -> Tests:
-    """The tests of an answer.
-
-    Raises:
-      ValueError: it holds none, or one that is not of a form that `code` names.
-    """
+    """The tests of an answer. Raises ValueError: it holds none, or one that is not of a form that `code` names."""
     try:
         entries = json.loads(answer)
     except ValueError as error:

@@ -67,11 +67,7 @@ class Sandbox:
     """A sandbox that runs one program after another; use as `with Sandbox() as sandbox`."""
 
     def __enter__(self) -> "Sandbox":
-        """Makes the sandbox.
-
-        Raises:
-          SandboxError: it cannot be made; names what is missing.
-        """
+        """Makes the sandbox. Raises SandboxError: it cannot be made; names what is missing."""
         if sys.platform != "linux":
             raise SandboxError(f"the sandbox for programs needs Linux, and this is {sys.platform}")
         self._channel, theirs = socket.socketpair()
@@ -210,11 +206,7 @@ class Sandbox:
 
 
 def check() -> None:
-    """Makes a sandbox, and runs a program in it.
-
-    Raises:
-      SandboxError: names what is missing.
-    """
+    """Makes a sandbox, and runs a program in it. Raises SandboxError: names what is missing."""
     with Sandbox() as sandbox:
         outcome = sandbox.run("print(6 * 7)")
     if (outcome.stdout, outcome.exit_code) != ("42\n", 0):

@@ -95,11 +95,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, TensorEntry]:
 
 
 def digest(name: str, entry: TensorEntry) -> str:
-    """sha256 in hex of a tensor's bytes.
-
-    Raises:
-      WeightsError: a number that is not finite, or the file ends early.
-    """
+    """sha256 in hex of a tensor's bytes. Raises WeightsError: a number that is not finite, or the file ends early."""
     bits, exponent = _EXPONENTS[entry.dtype]
     sha, buffer, left = hashlib.sha256(), bytearray(_CHUNK_BYTES), entry.num_bytes
     with open(entry.file, "rb") as stream:
