@@ -31,6 +31,7 @@ from jaxrl_async.pods import survey
 from jaxrl_async.pods.plan import LOST_SECS, RETRY_SECS, TPU, Host, Plan, Role
 from jaxrl_async.queue.journal import settle
 from jaxrl_async.runtime import supervisor
+from jaxrl_async.runtime.preemption import PREEMPTED
 
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
 SSH = " ".join(["ssh", *(f"-o {option}" for option in _SSH), "{host}"])
@@ -385,6 +386,7 @@ def run(
     fleet = _Fleet(plan, shell, servers_per_host, list(settings.server.addresses))
     started: set[str] = set()
     threads: list[threading.Thread] = []
+    processes: dict[str, _Process] = {}
 
     def start(name: str, resume: bool, fallback: bool = False) -> supervisor.Role:
         role, log = fleet.roles[name], workdir / "logs" / f"{name}.log"
@@ -412,7 +414,12 @@ def run(
         )
         follow.start()
         threads.append(follow)
+        processes[name] = process
         return supervisor.Role(name, process, log, role.host.name)
+
+    def is_over() -> bool:  # Slurm preempts all nodes of its job.
+        codes = (p.returncode for name, p in processes.items() if name.startswith("learner"))
+        return stop_requested() or (shell.template == TEMPLATES["slurm"] and PREEMPTED in codes)
 
     def change(live: list[supervisor.Role]) -> None:
         if (request := workdir / REQUEST).exists():
@@ -433,7 +440,7 @@ def run(
         try:
             return supervisor.supervise(
                 list(fleet.roles), plan.num_learners, settings, workdir, plan.queue, start,
-                change=change, stop_requested=stop_requested,
+                change=change, stop_requested=is_over,
             )  # fmt: skip
         finally:
             for thread in threads:

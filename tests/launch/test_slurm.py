@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -144,6 +145,13 @@ class Job:
         raise AssertionError(self.logs())
 
 
+def preempt(slurm):
+    slurm(
+        "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
+        "--wrap", "sleep 2",
+    )  # fmt: skip
+
+
 def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_not(
     slurm, job_of, tmp_path, capsys
 ):
@@ -151,10 +159,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
     preempted = job.workdir
     job.wait_for(lambda: len(read_metrics(preempted)) >= 3)
     signaled = time.monotonic()
-    slurm(
-        "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
-        "--wrap", "sleep 2",
-    )  # fmt: skip
+    preempt(slurm)
     job.wait_for(lambda: "PENDING" in job.state())
     requeue_secs = time.monotonic() - signaled
     steps = [int(path.name) for path in (preempted / "checkpoints").iterdir()]
@@ -226,14 +231,18 @@ def test_a_job_whose_usage_is_bad_is_not_requeued(slurm, job_of, tmp_path):
     assert "ExitCode=2:0" in job.state()
 
 
-def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_before_its_time_limit(
-    slurm, job_of, tmp_path
-):
+@pytest.mark.parametrize("cause", ["its time limit", "a preemption"])
+def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_at(slurm, job_of, tmp_path, cause):
     job = job_of(tmp_path / "pod", script=ROOT / "launch" / "slurm_pod.sbatch", before=(1,))
     job.wait_for(lambda: "version 2: pushed" in job.output_text())
-    slurm("scancel", "--batch", "--signal=TERM", job._id)  # as --signal=B: does
+    if cause == "a preemption":
+        preempt(slurm)
+    else:
+        slurm("scancel", "--batch", "--signal=TERM", job._id)  # as --signal=B: does
     job.wait_for_end()
     assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
+    stopped = re.findall(r"stopped early after step (\d+)", job.output_text())
+    assert len(stopped) == 1 and f"resumed at version {stopped[0]}" in job.output_text()
     assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
     assert "127.0.0.12 server-0: " in job.output_text()
     nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
