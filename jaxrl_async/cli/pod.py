@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
         return error.code
 
 
-def _pod(values, argv: list[str]) -> int:
+def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
     config, workdir = values.config, pathlib.Path(values.workdir).absolute()
     secs = values.deadline_secs
     own = ("queue.address", "server.addresses", "server.discover")
@@ -88,7 +88,7 @@ def _pod(values, argv: list[str]) -> int:
     config.queue.address, config.server.addresses, config.server.discover = "", (), ""
     if config.queue.token_env not in os.environ and not config.queue.token_env.startswith("@"):
         config.queue.token_env = ""  # `pod` makes a key.
-    hosts = _hosts(values.hosts, values.chips)
+    hosts = hosts or _hosts(values.hosts, values.chips)
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:
         raise UsageError(f"--include: no {', '.join(missing)}")
@@ -154,11 +154,22 @@ def _pod(values, argv: list[str]) -> int:
         _keep(workdir, shell, hosts, remote.tar(files | more), values)
         here = [f"--config={asked}", *flags, *keys.named(settings, f"{workdir}/keys")]
         settings = settings_of(parse_flags("", here, config=True).config)
-        return run_all(
-            settings,
-            workdir,
-            functools.partial(remote.run, plan, shell, there, values.setup, per_host),
-        )
+        run = functools.partial(remote.run, plan, shell, there, values.setup, per_host)
+        code = run_all(settings, workdir, run)
+    if code != 1 or config.learner.slices == 1:
+        return code
+    left = remote.left(plan, shell, config.learner.slices, secs=secs)
+    if not 0 < (lost := len(hosts) - len(left)) < num_learners:
+        return code
+    num, rows = config.learner.slices, config.learner.microbatch_rows
+    config.learner.slices -= lost * num // num_learners
+    config.learner.microbatch_rows = rows * config.learner.slices // num
+    flags = {"num_processes": num_learners - lost}
+    flags |= {name: config.learner[name] for name in ("slices", "microbatch_rows")}
+    words = " ".join(f"--config.learner.{name}={value}" for name, value in flags.items())
+    gone = ", ".join(host.name for host in hosts if host not in left)
+    print(f"{gone}: lost; the run goes on without, by {words}", file=sys.stderr, flush=True)
+    return _pod(values, argv, left)
 
 
 def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str]) -> int:

@@ -149,6 +149,18 @@ def owners(plan: Plan, shell: Shell, *, bucket: str, secs: float) -> list[Host]:
     return list(dict.fromkeys(first.values()))
 
 
+def left(plan: Plan, shell: Shell, slices: int, *, secs: float) -> list[Host]:
+    """The hosts without the learner's slices of which one does not answer."""
+    each_slice, hosts = plan.num_learners // slices, list(plan.hosts)
+    for i in reversed(range(slices)):
+        own = hosts[i * each_slice : (i + 1) * each_slice]
+        try:
+            each(own, lambda host: shell.run(host, "true", secs=secs))
+        except PodError:
+            del hosts[i * each_slice : (i + 1) * each_slice]
+    return hosts
+
+
 def _survey(shell: Shell) -> str:
     return f"{shlex.quote(shell.python)} jaxrl_async/pods/survey.py"
 

@@ -20,6 +20,7 @@ from jaxrl_async.cli.config import load_config
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import remote
+from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.runtime import workdir
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.runtime.workdir import checkpoint_steps
@@ -193,6 +194,29 @@ def test_a_run_goes_on_without_a_server_host(hosts, pod, tmp_path, comes_back):
     assert [row["step"] for row in read_metrics(tmp_path / "home")] == list(range(1, 13))
     restarts = (tmp_path / "output").read_text().count("; restart ")
     assert restarts == 1, "a host that is gone is awaited, not counted again and again"
+
+
+@pytest.mark.long
+def test_a_run_goes_on_by_itself_without_a_slice_that_is_lost(hosts, pod, tmp_path):
+    process = pod(
+        *hosts(4), "--servers=1", "--queue_hosts=1", f"--directory={tmp_path}/disk", "--config.learner.slices=2",
+        "--config.learner.num_steps=20", "--config.checkpoint.every_steps=2", "--config.supervisor.stall_secs=60",
+        "--config.learner.lease_timeout_secs=40", "--config.queue.outage_secs=40",
+    )  # fmt: skip
+    wait_for(tmp_path, process, "version 3: pushed")
+    (tmp_path / "b.down").touch()
+    guard = int((tmp_path / "disk" / "learner-1.pid").read_text())
+    children = pathlib.Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+    for pid in (guard, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(RUN_TIMEOUT_SECS) == 0, (tmp_path / "output").read_text()
+    output = (tmp_path / "output").read_text()
+    flags = "--config.learner.num_processes=1 --config.learner.slices=1 --config.learner.microbatch_rows="
+    assert f"b: lost; the run goes on without, by {flags}" in output
+    assert "a learner: " in output and "b learner-1: " in output
+    assert [row["step"] for row in read_metrics(tmp_path / "home")] == list(range(1, 21))
+    audit = JournalReader(tmp_path / "home" / "journal.sqlite").audit()
+    assert audit == {"lost": [], "doubled": [], "gap": [], "stray": []}
 
 
 @pytest.mark.long
@@ -372,6 +396,19 @@ def test_gcloud_gets_the_worker_and_the_whole_command():
     assert words[4:7] == ["ssh", "n", "--project=p"] and "--worker=1" in words
     command = words[-1].removeprefix("--command=")
     assert shlex.split(command)[-4:] == ["a b", "&&", "echo", "x y"]
+
+
+@pytest.mark.parametrize(
+    ("down", "names"), [("", "abcdef"), ("b", "cdef"), ("cd", "abef"), ("f", "abcdef")]
+)
+def test_a_slice_of_which_a_host_is_lost_is_left_out(hosts, tmp_path, down, names):
+    hosts(6)
+    for host in down:
+        (tmp_path / f"{host}.down").touch()
+    found = plans.read_hosts((tmp_path / "hosts").read_text())
+    plan = plans.make(found, servers=2, learner_devices=4)
+    shell = remote.Shell(f"{tmp_path}/ssh {{host}}", "jaxrl", sys.executable)
+    assert [host.name for host in remote.left(plan, shell, 2, secs=60)] == list(names)
 
 
 @pytest.fixture
