@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
         include=("", "files and folders to copy beside the package, with commas between"),
         copy=(True, "copy this package; with --nocopy it must be there"),
         fit=(True, "ask `fit`, where the chips are known"),
+        slice_secs=(600, "until a run over several slices goes on without one that is lost"),
         deadline_secs=(60, "of each answer of a host"),
         manifest=("", "jobset | slurm: print what the scheduler is given, by the plan, and ask no host"),
         registry=("REGISTRY", "of a JobSet's images"),
@@ -92,12 +93,10 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:
         raise UsageError(f"--include: no {', '.join(missing)}")
-    num_learners = plans.num_learners(
-        hosts, values.servers, values.server_chips, values.queue_hosts
-    )
-    config.learner.num_processes = num_learners
+    num = plans.num_learners(hosts, values.servers, values.server_chips, values.queue_hosts)
+    config.learner.num_processes = num
     if config.learner.slices == 1:
-        config.learner.slices = plans.num_slices(hosts, num_learners)
+        config.learner.slices = plans.num_slices(hosts, num)
     if config.weights.transport == "disk":
         config.weights.transport = "stream"
     settings = settings_of(config)
@@ -154,19 +153,20 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
         _keep(workdir, shell, hosts, remote.tar(files | more), values)
         here = [f"--config={asked}", *flags, *keys.named(settings, f"{workdir}/keys")]
         settings = settings_of(parse_flags("", here, config=True).config)
-        run = functools.partial(remote.run, plan, shell, there, values.setup, per_host)
+        how = (values.setup, values.slice_secs, per_host)
+        run = functools.partial(remote.run, plan, shell, there, *how)
         code = run_all(settings, workdir, run)
     if code != 1 or config.learner.slices == 1:
         return code
     left = remote.left(plan, shell, config.learner.slices, secs=secs)
-    if not 0 < (lost := len(hosts) - len(left)) < num_learners:
+    if not 0 < (lost := len(hosts) - len(left)) < num:
         return code
-    num, rows = config.learner.slices, config.learner.microbatch_rows
-    config.learner.slices -= lost * num // num_learners
-    config.learner.microbatch_rows = rows * config.learner.slices // num
-    flags = {"num_processes": num_learners - lost}
-    flags |= {name: config.learner[name] for name in ("slices", "microbatch_rows")}
-    words = " ".join(f"--config.learner.{name}={value}" for name, value in flags.items())
+    before, rows = config.learner.slices, config.learner.microbatch_rows
+    config.learner.slices -= lost * before // num
+    config.learner.microbatch_rows = rows * config.learner.slices // before
+    config.learner.num_processes -= lost
+    names = ("slices", "num_processes", "microbatch_rows")
+    words = " ".join(f"--config.learner.{name}={config.learner[name]}" for name in names)
     gone = ", ".join(host.name for host in hosts if host not in left)
     print(f"{gone}: lost; the run goes on without, by {words}", file=sys.stderr, flush=True)
     return _pod(values, argv, left)
@@ -180,9 +180,6 @@ def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str
         f"--config.learner.{name}={getattr(settings.learner, name)}"
         for name in ("num_processes", "slices")
     ]
-    if plan.target and values.fit:
-        asked = ["python", "-m", "jaxrl_async", "fit", f"--target={plan.target}", config, *flags]
-        print(f"not checked: {shlex.join(asked)}", file=sys.stderr)
     if values.manifest == "slurm":
         script = pathlib.Path(survey.ROOT).parent / "launch" / "slurm.sbatch"
         words = shlex.join([config.partition("=")[2], values.workdir, *flags])

@@ -73,9 +73,7 @@ def jobset(
     slices = int(learner.environment.get("MEGASCALE_NUM_SLICES", 1))
     pods, chips = plan.num_learners // slices, plan.num_devices // plan.num_learners
     if "TPU_PROCESS_BOUNDS" in learner.environment:
-        raise PlanError(
-            f"a JobSet's learner has whole TPU slices, and {pods} hosts are a part of one"
-        )
+        raise PlanError(f"a JobSet's learner has whole TPU slices; {pods} hosts are a part of one")
     shown = [v for name, v in server.environment.items() if name.endswith(("_CHIPS", "_DEVICES"))]
     server_chips = shown[0].count(",") + 1 if shown else 0
     platform = "tpu" if server.host.is_tpu or learner.host.is_tpu else "gpu"
@@ -87,24 +85,23 @@ def jobset(
         "monitoring.address": f"0.0.0.0:{_PORT}",
     }
     words += [f"--config.{setting}={value}" for setting, value in more.items()]
-    numbers = {"LEARNERS": plan.num_learners, "SLICES": slices}
-    numbers |= {"SERVERS": len(plan.servers), "REWARDS": len(plan.rewards)}
-    names = {"NAME": "jobset", "REPLICATED_JOB": "replicatedjob"}
-    fields = {name: f"{field}-name" for name, field in names.items()} | {"JOB_INDEX": "job-index"}
+    known = {"NAME": name, "LEARNERS": plan.num_learners, "SLICES": slices}
+    known |= {"SERVERS": len(plan.servers), "REWARDS": len(plan.rewards)}
+    index = {"fieldPath": "metadata.annotations['jobset.sigs.k8s.io/job-index']"}
     train = {
         "name": "train",
         "image": f"{registry}/jaxrl-async:{platform}",
         "command": words,
         "env": [
             *(_key(f"JAXRL_{key.upper()}_KEY", key) for key in ("queue", "api", "admin")),
-            *({"name": f"JOBSET_{n}", "value": str(number)} for n, number in numbers.items()),
-            *(_field(f"JOBSET_{n}", field) for n, field in fields.items()),
+            *({"name": f"JOBSET_{key}", "value": str(value)} for key, value in known.items()),
+            {"name": "JOBSET_JOB_INDEX", "valueFrom": {"fieldRef": index}},
         ],
         "envFrom": [{"secretRef": {"name": "jaxrl-tokens", "optional": True}}],  # HF_TOKEN, WANDB_API_KEY, …
         "ports": [{"name": "metrics", "containerPort": _PORT}],
         "livenessProbe": _HEALTH | _SLOW,
     }  # fmt: skip
-    jobs = [_job("learner", train, learner, chips, pods, jobs=slices, whole=True)]
+    jobs = [_job("learner", train, learner, chips, pods, slices)]
     if slices > 1:  # Each slice has a node pool of its own.
         pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
         jobs[0]["template"]["metadata"] = {"annotations": pool}
@@ -113,61 +110,46 @@ def jobset(
         serves = train | {"image": f"{registry}/jaxrl-server", "env": [*train["env"], *named]}
     elif server_chips:
         image, command = _SERVERS[platform]
-        known = {"registry": registry, "workdir": workdir, "model": settings.model.path}
-        known["chips"] = str(server_chips)
-        command = [w if w == _TO_FILE else w.format(**known) for w in (*command, *_FLAGS)]
+        of_server = {"registry": registry, "workdir": workdir, "model": settings.model.path}
+        of_server["chips"] = str(server_chips)
+        command = [w if w == _TO_FILE else w.format(**of_server) for w in (*command, *_FLAGS)]
         serves = {
             "name": "sglang",
-            "image": image.format(**known),
+            "image": image.format(**of_server),
             "command": [*command, "--skip-tokenizer-init"],
             "env": named,
             "startupProbe": {"tcpSocket": {"port": SERVER_PORT}, "periodSeconds": 10, "failureThreshold": 180},
             "livenessProbe": {"exec": {"command": ["python3", "-c", _ANSWERS]}} | _SLOW,
         }  # fmt: skip
-    jobs.append(_job("server", serves, server, server_chips, 1, jobs=len(plan.servers)))
+    jobs.append(_job("server", serves, server, server_chips, 1, len(plan.servers)))
     queue = train | {"livenessProbe": {"grpc": {"port": QUEUE_PORT}} | _SLOW}
     jobs.append(_job("queue", queue, of["queue"], 0, 1))
     jobs.append(_job("rollout", train, of["queue"], 0, settings.rollout.num_workers))
     if plan.rewards:
         jobs.append(_job("rewards", train, of["queue"], 0, len(plan.rewards)))
+    succeeds = {"operator": "All", "targetReplicatedJobs": ["learner"]}
     rule = {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts"}
     rule |= {"targetReplicatedJobs": ["learner"], "onJobFailureReasons": ["PodFailurePolicy"]}
+    fails = {"maxRestarts": 3, "rules": [rule]}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         # Kueue's LocalQueue; without Kueue nobody reads it.
         "metadata": {"name": name, "labels": {"kueue.x-k8s.io/queue-name": "jaxrl"}},
-        "spec": {
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["learner"]},
-            "failurePolicy": {"maxRestarts": 3, "rules": [rule]},
-            "replicatedJobs": jobs,
-        },
-    }  # fmt: skip
+        "spec": {"successPolicy": succeeds, "failurePolicy": fails, "replicatedJobs": jobs},
+    }
 
 
 def _key(variable: str, key: str) -> dict[str, Any]:
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": "jaxrl-keys", "key": key}}}
 
 
-def _field(variable: str, field: str) -> dict[str, Any]:
-    path = f"metadata.annotations['jobset.sigs.k8s.io/{field}']"
-    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
 def _job(
-    name: str,
-    container: Mapping[str, Any],
-    role: Role,
-    chips: int,
-    pods: int,
-    *,
-    jobs: int = 1,
-    whole: bool = False,
+    name: str, container: Mapping[str, Any], role: Role, chips: int, pods: int, jobs: int = 1
 ) -> dict[str, Any]:
-    """A replicated job. `whole`: its pods are hosts of the role's slices; others have a slice each."""
+    """A replicated job. Pods of the learner are hosts of its slices; those of servers have a slice each."""
     host, is_learner = role.host, name == "learner"
-    platform = "tpu" if host.is_tpu else "gpu"
-    memory = _MEMORY[platform][not is_learner] * chips or 16
+    memory = _MEMORY["tpu" if host.is_tpu else "gpu"][not is_learner] * chips or 16
     resources: dict[str, Any] = {"requests": {"cpu": str(4 * chips or 4), "memory": f"{memory}Gi"}}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
@@ -178,7 +160,7 @@ def _job(
         if host.kind not in _NODES:
             raise PlanError(f"GKE's label of {host.kind} is not known, only of {', '.join(_NODES)}")
         if host.is_tpu:
-            grid = host.grid if whole and host.grid else (1, 1, 1)
+            grid = host.grid if is_learner and host.grid else (1, 1, 1)
             flat = host.kind in ("v5e", "v6e")
             axes = zip((*grid, 1)[: 2 if flat else 3], BOXES[chips], strict=False)
             nodes = {"gke-tpu-accelerator": _NODES[host.kind]}
@@ -191,23 +173,19 @@ def _job(
         spec["tolerations"] = [spot | {"effect": "NoSchedule"}]
         resources["limits"] = {"google.com/tpu" if host.is_tpu else "nvidia.com/gpu": str(chips)}
     mounts = [{"name": "runs", "mountPath": "/runs"}]
-    spec["containers"] = [{**container, "volumeMounts": mounts, "resources": resources}]
-    codes = {"operator": "In", "values": [75 if is_learner else 2]}
-    ended = {"action": "FailJob", "onExitCodes": codes}
-    evicted: dict[str, Any] = {"action": "FailJob" if is_learner else "Ignore"}
-    evicted["onPodConditions"] = [{"type": "DisruptionTarget", "status": "True"}]
+    env = [*container["env"], {"name": "JOBSET_REPLICATED_JOB", "value": name}]
+    spec["containers"] = [{**container, "env": env, "volumeMounts": mounts, "resources": resources}]
+    gone = [{"type": "DisruptionTarget", "status": "True"}]
+    rules = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [75 if is_learner else 2]}},
+        {"action": "FailJob" if is_learner else "Ignore", "onPodConditions": gone},
+    ]  # fmt: skip
+    job = {"parallelism": pods, "completions": pods, "podFailurePolicy": {"rules": rules}}
+    job["backoffLimit"] = 0 if is_learner else 1000  # A pod that ends is made anew, alone.
     return {
         "name": name,
         "replicas": jobs,
-        "template": {
-            "spec": {
-                "parallelism": pods,
-                "completions": pods,
-                "backoffLimit": 0 if is_learner else 1000,  # A pod that ends is made anew, alone.
-                "podFailurePolicy": {"rules": [ended, evicted]},
-                "template": {"spec": spec},
-            }
-        },
+        "template": {"spec": job | {"template": {"spec": spec}}},
     }
 
 
@@ -227,18 +205,16 @@ def slurm(plan: Plan, settings: Settings, command: str, *, more: str) -> str:
     hosts = set(serving)
     each, chips = len(serving) // len(hosts), plan.num_devices // plan.num_learners
     if hosts & set(plan.hosts[: plan.num_learners]):
-        raise PlanError(
-            "in a heterogeneous job servers have nodes of their own: --servers, not --server_chips"
-        )
+        raise PlanError("servers have nodes of their own here: --servers, not --server_chips")
     lines = [
         (plan.num_learners, "--ntasks-per-node=1", chips),
         (len(hosts), f"--ntasks-per-node={each}", serving[0].chips // each),
         (1, f"--ntasks={1 + settings.rollout.num_workers}", 0),
         *[(len(plan.rewards), "--ntasks-per-node=1", 0)] * bool(plan.rewards),
     ]
-    texts = []
-    for nodes, tasks, gpus in lines:
-        own = f" --gpus-per-task={gpus}" * bool(gpus)
-        texts.append(f"#SBATCH --nodes={nodes} {tasks} --exclusive{own} {more}".rstrip())
+    texts = (
+        f"#SBATCH --nodes={nodes} {tasks} --exclusive{f' --gpus-per-task={n}' * bool(n)} {more}".rstrip()
+        for nodes, tasks, n in lines
+    )
     components = "\n#SBATCH hetjob\n".join(texts)
     return f'#!/usr/bin/env bash\n{SBATCH}\n{components}\nexport JAXRL_JOB="$0"\nexec {command}'

@@ -46,6 +46,7 @@ TEMPLATES = {
     "gcloud": GCLOUD,
     "slurm": "srun --overlap --nodes=1 --ntasks=1 --nodelist={host} sh -c {command}",
 }
+GONE = 4  # exit code of a learner process that has waited for another's host
 LOST = 255  # ssh's exit code where there is no connection
 NOTHING_TO_DO = 3  # exit code of a prepared run that is done
 COLLECT_SECS = 60.0  # interval at which metrics and samples come home
@@ -388,6 +389,7 @@ def run(
     shell: Shell,
     flags: Sequence[str],
     setup: str,
+    slice_secs: int,
     servers_per_host: int,
     settings: Settings,
     *,
@@ -410,6 +412,8 @@ def run(
             awaited = learners if name.startswith("learner") else [role.host]
             there = " && ".join(_reached(shell, host, workdir / AGAIN, setup) for host in awaited)
             lives = f"kill -0 {os.getpid()} || exit"
+            if name.startswith("learner-") and settings.learner.slices > 1:
+                lives += f"; [ $(date +%s) -lt {time.time() + slice_secs:.0f} ] || exit {GONE}"
             again = f"until {there}; do sleep {RETRY_SECS}; {lives}; done; exec {shlex.join(words)}"
             words = ["sh", "-c", again]
         started.add(name)

@@ -416,10 +416,10 @@ def test_the_plan_of_a_job_is_the_lines_of_its_script(tmp_path):
         (["--manifest=jobsets"], "--manifest is jobset or slurm"),
         (["--manifest=jobset", "--workdir=runs/a"], "on its claim, /runs/NAME, got runs/a"),
         (["--manifest=jobset", "--chips=v7:8"], "GKE's label of v7 is not known"),
-        (["--manifest=slurm", "--hosts=a", "--servers=0", "--server_chips=4"], "servers have nodes of their own"),
+        (["--manifest=slurm", "--hosts=a", "--servers=0", "--server_chips=4"], "servers have nodes of their own here"),
         (
             ["--manifest=jobset", "--hosts=h[0-3]", "--chips=v5e:4:4x4", "--servers=2"],
-            "a JobSet's learner has whole TPU slices, and 2 hosts are a part",
+            "a JobSet's learner has whole TPU slices; 2 hosts are a part",
         ),
     ],
 )  # fmt: skip

@@ -200,8 +200,7 @@ def test_a_run_goes_on_without_a_server_host(hosts, pod, tmp_path, comes_back):
 def test_a_run_goes_on_by_itself_without_a_slice_that_is_lost(hosts, pod, tmp_path):
     process = pod(
         *hosts(4), "--servers=1", "--queue_hosts=1", f"--directory={tmp_path}/disk", "--config.learner.slices=2",
-        "--config.learner.num_steps=20", "--config.checkpoint.every_steps=2", "--config.supervisor.stall_secs=60",
-        "--config.learner.lease_timeout_secs=40", "--config.queue.outage_secs=40",
+        "--config.learner.num_steps=20", "--config.checkpoint.every_steps=2", "--slice_secs=5",
     )  # fmt: skip
     wait_for(tmp_path, process, "version 3: pushed")
     (tmp_path / "b.down").touch()
@@ -211,7 +210,7 @@ def test_a_run_goes_on_by_itself_without_a_slice_that_is_lost(hosts, pod, tmp_pa
         os.kill(pid, signal.SIGKILL)
     assert process.wait(RUN_TIMEOUT_SECS) == 0, (tmp_path / "output").read_text()
     output = (tmp_path / "output").read_text()
-    flags = "--config.learner.num_processes=1 --config.learner.slices=1 --config.learner.microbatch_rows="
+    flags = "--config.learner.slices=1 --config.learner.num_processes=1 --config.learner.microbatch_rows="
     assert f"b: lost; the run goes on without, by {flags}" in output
     assert "a learner: " in output and "b learner-1: " in output
     assert [row["step"] for row in read_metrics(tmp_path / "home")] == list(range(1, 21))
