@@ -20,15 +20,8 @@ RUN = pathlib.Path("run")  # the workdir
 def main(name: str, *flags: str) -> int:
     """Runs a role until it ends, in the place of the one before. The code is 128 + its signal where one ended it."""
     role, _, index = name.partition("-")
-    words = [
-        sys.executable,
-        "-m",
-        "jaxrl_async",
-        "train",
-        f"--role={role}",
-        f"--index={index or 0}",
-    ]
-    words += ["--config=run/config.json", "--workdir=run", *flags]
+    words = [sys.executable, "-m", "jaxrl_async", "train", f"--role={role}"]
+    words += [f"--index={index or 0}", "--config=run/config.json", "--workdir=run", *flags]
     RUN.mkdir(exist_ok=True)
     _take_the_place(pathlib.Path(f"{name}.pid"))
     if role == "learner" and checkpoint_steps(RUN):

@@ -167,16 +167,8 @@ def _of_node(node: Mapping[str, Any]) -> Iterable[Host]:
     if math.prod(grid) != len(ends):
         grid = ()
     for i, end in enumerate(ends):
-        yield Host(
-            f"{name}-{i}" if len(ends) > 1 else name,
-            end["ipAddress"],
-            kind,
-            chips,
-            node=name,
-            worker=i,
-            place=f"{project}/{zone}",
-            grid=grid,
-        )
+        own = f"{name}-{i}" if len(ends) > 1 else name
+        yield Host(own, end["ipAddress"], kind, chips, name, i, f"{project}/{zone}", grid)
 
 
 def _grid(shape: str, chips: int) -> tuple[int, ...]:

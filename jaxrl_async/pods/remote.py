@@ -418,13 +418,12 @@ def run(
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
-        process = _Process(
-            words,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        process = _Process(words, **pipes, start_new_session=True)
         follow = threading.Thread(
             target=_follow, args=(process.stdout, log, f"{role.host.name} {name}: "), daemon=True
         )
