@@ -3,6 +3,7 @@
 It is the parent of the role. A line of stdin is a signal for the role; the end of stdin, or of this process, its end.
 """
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -14,6 +15,7 @@ import time
 from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
+ENDING_SECS = 300.0  # from a host's SIGTERM to the end of its roles, at most
 RUN = pathlib.Path("run")  # the workdir
 
 
@@ -35,21 +37,29 @@ def main(name: str, *flags: str) -> int:
         words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
     signal.signal(signal.SIGINT, lambda *_: process.terminate())
-    # The host ends soon: a learner checkpoints, and the others serve it meanwhile.
-    if role == "learner":
-        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(supervisor.STOP_SIGNAL))
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ending = threading.Event()
+
+    def end_soon(
+        *_,
+    ) -> None:  # The host ends: a learner checkpoints, and the others serve it meanwhile.
+        ending.set()
+        if role == "learner":
+            process.send_signal(supervisor.STOP_SIGNAL)
+
+    signal.signal(signal.SIGTERM, end_soon)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # The connection's end is that of stdin.
-    threading.Thread(target=_obey, args=(process,), name="stdin", daemon=True).start()
+    threading.Thread(target=_obey, args=(process, ending), name="stdin", daemon=True).start()
     code = process.wait()
     supervisor.kill(process, 0.0)  # its children
     return code if code >= 0 else 128 - code
 
 
-def _obey(process: subprocess.Popen) -> None:
+def _obey(process: subprocess.Popen, ending: threading.Event) -> None:
     while word := sys.stdin.readline().strip():
         process.send_signal(signal.Signals[word])
+    if ending.wait(1.0):  # Slurm ends the connection before the host.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECS)
     process.terminate()
     supervisor.kill(process, time.monotonic() + supervisor.STOP_SECS)
 

@@ -242,7 +242,7 @@ def test_a_job_of_one_kind_of_node_trains_by_pod_and_is_requeued_at(slurm, job_o
     job.wait_for_end()
     assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
     (resumed,) = re.findall(r"resumed at version (\d+)", job.output_text())
-    assert 2 <= int(resumed) < NUM_STEPS, "from the checkpoint of the signal"
+    assert 2 <= int(resumed) < NUM_STEPS, job.logs()  # from the checkpoint of the signal
     assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
     assert "127.0.0.12 server-0: " in job.output_text()
     nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
