@@ -229,15 +229,18 @@ def _run_one(
         os.sched_setaffinity(0, cpus)
     stop = StopRequest(grace_secs=settings.checkpoint.grace_secs)
     stop.listen(supervisor.STOP_SIGNAL)
+    end = signal.Signals[os.environ.get("JAXRL_END", "SIGTERM")]  # the parent's, for this role
     if graceful:
         stop.listen(signal.SIGTERM, signal.SIGHUP)
         # Processes of a scheduler may start with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if end != signal.SIGTERM:  # A host that ends sends it to all its processes.
+            signal.signal(signal.SIGTERM, lambda *_: None)
+        signal.signal(end, signal.default_int_handler)
     if "JAXRL_PARENT" in os.environ:
-        parent = int(os.environ["JAXRL_PARENT"])
-        threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+        parent = (int(os.environ["JAXRL_PARENT"]), end)
+        threading.Thread(target=_end_with, args=parent, name="parent", daemon=True).start()
     try:
         with out_of_memory.ends(role):
             done = start.run_role(
@@ -333,11 +336,11 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
         )
 
 
-def _end_with(parent: int) -> None:
+def _end_with(parent: int, end: int) -> None:
     """Ends this process when its supervisor has died."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECS)
     log.error("the supervisor (pid %d) is gone", parent)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), end)
     time.sleep(supervisor.STOP_SECS)
     os._exit(1)

@@ -15,6 +15,7 @@ import time
 from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
+END = signal.SIGINT  # of a role; Slurm sends all processes SIGTERM, at a preemption
 ENDING_SECS = 300.0  # from a host's SIGTERM to the end of its roles, at most
 RUN = pathlib.Path("run")  # the workdir
 
@@ -28,7 +29,7 @@ def main(name: str, *flags: str) -> int:
     _take_the_place(pathlib.Path(f"{name}.pid"))
     if role == "learner" and checkpoint_steps(RUN):
         words.append("--resume")
-    environment = os.environ | {"JAXRL_PARENT": str(os.getpid())}
+    environment = os.environ | {"JAXRL_PARENT": str(os.getpid()), "JAXRL_END": END.name}
     if role == "server":  # The names that SGLang reads.
         for key, variable in (("api", "SGLANG_API_KEY"), ("admin", "SGLANG_ADMIN_API_KEY")):
             if (path := RUN / "keys" / key).exists():
@@ -36,7 +37,7 @@ def main(name: str, *flags: str) -> int:
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    signal.signal(signal.SIGINT, lambda *_: process.terminate())
+    signal.signal(signal.SIGINT, lambda *_: process.send_signal(END))
     ending = threading.Event()
 
     def end_soon(
@@ -56,11 +57,11 @@ def main(name: str, *flags: str) -> int:
 
 def _obey(process: subprocess.Popen, ending: threading.Event) -> None:
     while word := sys.stdin.readline().strip():
-        process.send_signal(signal.Signals[word])
+        process.send_signal(END if word == "SIGTERM" else signal.Signals[word])
     if ending.wait(1.0):  # Slurm ends the connection before the host.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(ENDING_SECS)
-    process.terminate()
+    process.send_signal(END)
     supervisor.kill(process, time.monotonic() + supervisor.STOP_SECS)
 
 
