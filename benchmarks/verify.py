@@ -29,6 +29,7 @@ STALE = 20  # commits
 # Result → the rooms of the package that it measures, beside its script; "" is the package.
 MEASURES = {
     "accelerator/h100": "learner models inference",
+    "accelerator/h200": "learner models inference",
     "agents": "environments rollout learner inference",
     "anchors": "objectives learner models",
     "base_scores": "evaluation inference",
@@ -79,7 +80,12 @@ MEASURES = {
     "weights_prepared": "publishing versions intake servers",
     "wire": "rollout servers inference",
 }
-SCRIPTS = {"accelerator/h100": "accelerator", "chaos_one": "chaos", "nonsense_before": "nonsense"}
+SCRIPTS = {
+    "accelerator/h100": "accelerator",
+    "accelerator/h200": "accelerator",
+    "chaos_one": "chaos",
+    "nonsense_before": "nonsense",
+}
 SCRIPTS |= {
     "peers_17m": "peers",
     "queue": "trajectory_queue",
@@ -192,6 +198,11 @@ def _learning() -> Iterator[tuple[str, str, str]]:
 
 
 def _speed() -> Iterator[tuple[str, str, str]]:
+    for row in result("accelerator/h200")["rows"]:
+        if row["part"] == "learner":
+            cells = f"{row['tokens_per_sec']:,.0f}", f"{100 * row['of_peak']:.1f}"
+            memory = f"{row['memory_bytes'] / (1 << 30):.1f}"
+            yield "accelerator/h200", PAGE, f"| {' | '.join((*cells, memory))} |"
     found = result("modes")
     modes = found["modes"]
     rows = {
