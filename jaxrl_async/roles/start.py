@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import ml_collections
+from etils import epath
 
 from jaxrl_async import parts
 from jaxrl_async.config.checks import check_new, warnings
@@ -50,7 +51,7 @@ def begin(
     """Checks the workdir, prints the changes to a resumed run, and writes config.json and the libraries' versions.
 
     Args:
-      config: written to the workdir, with the shape of the model at model.path.
+      config: written to the workdir and the bucket, with the shape of the model at model.path.
       settings: the checked settings of the config.
       workdir: made where it does not exist.
       resume: continue the run in the workdir.
@@ -85,6 +86,10 @@ def begin(
 
                 Lease(directory, workdir).take()
         workdirs.write_config(workdir, _with_shape(config, settings))
+        if directory:
+            with workdirs.reached(directory):
+                written = (workdir / "config.json").read_text()
+                (epath.Path(directory) / "config.json").write_text(written)
         libraries.record(workdir, max(workdirs.checkpoint_steps(workdir), default=0))
     return True
 

@@ -270,9 +270,6 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     directory = config.checkpoint.get("directory", "")
     steps = checkpoint_steps(workdir, directory) if path.exists() else []
     content = json.dumps(sealed.sealed(json.loads(text)), indent=2)
-    if directory:
-        with reached(directory):
-            (epath.Path(directory) / "config.json").write_text(content)
     with written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / BEFORE).unlink(missing_ok=True)

@@ -19,13 +19,14 @@ from orbax.checkpoint._src.path.atomicity_defaults import get_default_temporary_
 from orbax.checkpoint._src.serialization.tensorstore_utils import build_kvstore_tspec
 
 import jaxrl_async.learner.checkpoint  # noqa: F401  # It teaches orbax s3://.
-from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.cli import pod
+from jaxrl_async.cli.config import load_config
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.learner import lease as leases
 from jaxrl_async.queue.journal import DeletedError, JournalReader
 from jaxrl_async.records import SupersededError
-from jaxrl_async.roles import start
 from jaxrl_async.runtime import archive
+from jaxrl_async.runtime.workdir import write_config
 
 PROCESS = str(pathlib.Path(buckets.__file__).with_name("bucket_process.py"))
 TRAIN = ["-m", "jaxrl_async", "train", "--config=configs/quickstart.py:smoke,mode=sync"]
@@ -234,13 +235,18 @@ def test_of_two_that_take_a_free_lease_at_once_one_keeps_it(lease_of, scheme):
         (first if scheme == "gs" else second).confirm()
 
 
-def test_a_run_is_refused_before_it_writes_to_the_bucket_of_another(lease_of, leased, tmp_path):
+def test_a_run_is_refused_before_it_writes_to_the_bucket_of_another(
+    lease_of, leased, tmp_path, monkeypatch, capsys
+):
     config = load_config("configs/quickstart.py:smoke")
     config.checkpoint.directory = leased
-    with lease_of("a").held(), pytest.raises(StartError, match="belongs to a run that goes on"):
-        start.begin(config, settings_of(config), tmp_path / "b", resume=False)
+    write_config(tmp_path / "asked", config)  # As `pod` does here, and then on the first host:
+    monkeypatch.chdir(tmp_path)
+    with lease_of("a").held():
+        assert pod.prepare([f"--config={tmp_path}/asked/config.json"]) == 2
+    assert f"{leased} belongs to a run that goes on" in capsys.readouterr().err
     assert not (epath.Path(leased) / "config.json").exists()
-    assert not (tmp_path / "b" / "config.json").exists()
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_a_lease_that_did_not_change_is_taken_and_its_holder_ends(lease_of, tmp_path, monkeypatch):
