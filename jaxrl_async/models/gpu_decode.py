@@ -13,18 +13,12 @@ from jax.experimental import pallas
 from jax.experimental.pallas import triton
 
 NAME = "decode_attention"  # of the kernel
-_PROGRAMS = (
-    128  # of the kernel, at least, about as many as a card has cores: else a row's keys are parted
-)
+# Programs of the kernel, at least, about as many as a card has cores: else a row's keys are parted.
+_PROGRAMS = 128
 # Numbers of the keys in a step of the kernel, and steps that are read ahead: the fastest on an H200, of few programs,
 # and of twice as many as there are cores.
 _FEW, _MANY = (128 * 128, 3), (64 * 128, 2)
-_CARDS = (
-    8.0,
-    9.0,
-    10.0,
-    10.3,
-)  # compute capabilities of cores with 164 KB and more of shared memory
+_CARDS = (8.0, 9.0, 10.0, 10.3)  # compute capabilities whose cores share 164 KB and more
 _NEVER = -1e30
 
 
