@@ -103,15 +103,10 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
     _check(settings)
     per_host = values.servers_per_host or (1 if settings.server.command else 0)
     plan = plans.make(
-        hosts,
-        servers=values.servers,
-        server_chips=values.server_chips,
-        servers_per_host=per_host,
-        workers=settings.rollout.num_workers,
-        rewards=values.rewards,
-        queue_hosts=values.queue_hosts,
+        hosts, servers=values.servers, server_chips=values.server_chips, servers_per_host=per_host,
+        workers=settings.rollout.num_workers, rewards=values.rewards, queue_hosts=values.queue_hosts,
         learner_devices=settings.learner.num_devices,
-    )
+    )  # fmt: skip
     if values.manifest:
         return _print_manifest(values, plan, settings, argv)
     directory = values.directory or f"jaxrl/{workdir.name}"
@@ -173,28 +168,27 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
 
 
 def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str]) -> int:
-    if values.manifest not in ("jobset", "slurm") or "--config" in argv:
-        raise UsageError("--manifest is jobset or slurm, and goes with --config=FILE in one word")
-    config, *flags = (word for word in argv if word.startswith("--config"))
-    flags += [
-        f"--config.learner.{name}={getattr(settings.learner, name)}"
-        for name in ("num_processes", "slices")
-    ]
+    given = [word for word in argv if word.startswith("--config")]
+    config = [word for word in given if word.startswith("--config=")]
+    if (
+        values.manifest not in ("jobset", "slurm")
+        or len(config) != 1
+        or not all("=" in word for word in given)
+    ):
+        raise UsageError(
+            "--manifest is jobset or slurm, and flags are words --config=FILE, --config.a.b=value"
+        )
+    flags = [word for word in given if word not in config]
+    for name in ("num_processes", "slices"):
+        flags.append(f"--config.learner.{name}={getattr(settings.learner, name)}")
     if values.manifest == "slurm":
         script = pathlib.Path(survey.ROOT).parent / "launch" / "slurm.sbatch"
-        words = shlex.join([config.partition("=")[2], values.workdir, *flags])
+        words = shlex.join([config[0].partition("=")[2], values.workdir, *flags])
         print(manifests.slurm(plan, settings, f'{script} "$@" {words}', more=values.sbatch))
         return 0
-    name = re.sub(r"[^a-z0-9-]", "-", pathlib.Path(values.workdir).name.lower())
-    found = manifests.jobset(
-        plan,
-        settings,
-        [config, *flags],
-        workdir=values.workdir,
-        name=name,
-        registry=values.registry,
-    )
-    print(json.dumps(found, indent=2))
+    where = {"workdir": values.workdir, "registry": values.registry}
+    where["name"] = re.sub(r"[^a-z0-9-]", "-", pathlib.Path(values.workdir).name.lower())
+    print(json.dumps(manifests.jobset(plan, settings, [*config, *flags], **where), indent=2))
     return 0
 
 

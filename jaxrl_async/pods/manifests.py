@@ -43,8 +43,7 @@ _ANSWERS = (
 )
 _HEALTH = {"httpGet": {"path": "/health", "port": _PORT}}
 _SLOW = {"periodSeconds": 30, "timeoutSeconds": 20, "failureThreshold": 10}
-# GiB of memory a chip of the learner and of a server.
-_MEMORY = {"tpu": (16, 24), "gpu": (32, 64)}
+_MEMORY = {"tpu": (16, 24), "gpu": (32, 64)}  # GiB a chip of the learner and of a server
 
 
 def jobset(
@@ -57,10 +56,8 @@ def jobset(
 
     Args:
       plan: of the run. Over several slices, the learner is a job for each; a server is a job of a pod.
-      settings: of the run.
       flags: of `train`, `--config=FILE …`.
       workdir: on the claim jaxrl-runs, which all mount at /runs.
-      name: of the JobSet.
       registry: of the images of launch/Dockerfile.
 
     Raises:
@@ -194,7 +191,6 @@ def slurm(plan: Plan, settings: Settings, command: str, *, more: str) -> str:
 
     Args:
       plan: of the run. A learner process and a server are a task each, with their chips.
-      settings: of the run.
       command: of launch/slurm.sbatch, which reads the script's lines for its --dry-run.
       more: of each component's line, as "--partition=h100".
 

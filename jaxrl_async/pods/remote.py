@@ -35,12 +35,10 @@ from jaxrl_async.runtime.preemption import PREEMPTED
 
 _SSH = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15", "ServerAliveCountMax=4")
 SSH = " ".join(["ssh", *(f"-o {option}" for option in _SSH), "{host}"])
-GCLOUD = " ".join(
-    [
-        "gcloud compute tpus tpu-vm ssh {node} --project={project} --zone={zone} --worker={worker} --quiet",
-        *(f"--ssh-flag=-o{option}" for option in _SSH),
-        "--command={command}",
-    ]
+GCLOUD = (
+    "gcloud compute tpus tpu-vm ssh {node} --project={project} --zone={zone} --worker={worker} --quiet "
+    + " ".join(f"--ssh-flag=-o{option}" for option in _SSH)
+    + " --command={command}"
 )
 TEMPLATES = {
     "gcloud": GCLOUD,
@@ -152,13 +150,12 @@ def owners(plan: Plan, shell: Shell, *, bucket: str, secs: float) -> list[Host]:
 
 def left(plan: Plan, shell: Shell, slices: int, *, secs: float) -> list[Host]:
     """The hosts without the learner's slices of which one does not answer."""
-    each_slice, hosts = plan.num_learners // slices, list(plan.hosts)
-    for i in reversed(range(slices)):
-        own = hosts[i * each_slice : (i + 1) * each_slice]
+    size, hosts = plan.num_learners // slices, list(plan.hosts)
+    for i in reversed(range(0, plan.num_learners, size)):
         try:
-            each(own, lambda host: shell.run(host, "true", secs=secs))
+            each(hosts[i : i + size], lambda host: shell.run(host, "true", secs=secs))
         except PodError:
-            del hosts[i * each_slice : (i + 1) * each_slice]
+            del hosts[i : i + size]
     return hosts
 
 

@@ -414,6 +414,7 @@ def test_the_plan_of_a_job_is_the_lines_of_its_script(tmp_path):
     ("words", "error"),
     [
         (["--manifest=jobsets"], "--manifest is jobset or slurm"),
+        (["--manifest=slurm", "--config.seed", "3"], "flags are words --config=FILE"),
         (["--manifest=jobset", "--workdir=runs/a"], "on its claim, /runs/NAME, got runs/a"),
         (["--manifest=jobset", "--chips=v7:8"], "GKE's label of v7 is not known"),
         (["--manifest=slurm", "--hosts=a", "--servers=0", "--server_chips=4"], "servers have nodes of their own here"),
