@@ -101,7 +101,7 @@ def _d_q(config: Config, scale, first, last, q, k, v, d_attended, *of_queries):
     ids = block(lambda i, h, b: (b, i), None, config.queries)
     ranges = block(lambda i, h, b: (b, i), None, None)
 
-    def kernel(first, last, q, k, v, d_attended, total, delta, start, end, d_q):
+    def attention_d_q(first, last, q, k, v, d_attended, total, delta, start, end, d_q):
         q_QC, d_QC = q[...], d_attended[...]
         total, delta, start, end = (x[...][:, None] for x in (total, delta, start, end))
 
@@ -118,7 +118,7 @@ def _d_q(config: Config, scale, first, last, q, k, v, d_attended, *of_queries):
         d_q[...] = (found * scale).astype(d_q.dtype)
 
     return _call(
-        kernel,
+        attention_d_q,
         config,
         (num_blocks, H, B),
         (ranges, ranges, own, all_keys, all_keys, own, of_heads, of_heads, ids, ids),
@@ -146,7 +146,7 @@ def _d_kv(config: Config, scale, first, last, q, k, v, d_attended, *of_queries):
     ids = block(lambda j, n, b: (b, 0), None, T)
     ranges = block(lambda j, n, b: (b, j), None, None)
 
-    def kernel(first, last, q, k, v, d_attended, total, delta, start, end, d_k, d_v):
+    def attention_d_kv(first, last, q, k, v, d_attended, total, delta, start, end, d_k, d_v):
         k_KC, v_KC = k[...], v[...]
         key = (pallas.program_id(0) * config.keys + jnp.arange(config.keys))[:, None]
 
@@ -167,7 +167,7 @@ def _d_kv(config: Config, scale, first, last, q, k, v, d_attended, *of_queries):
         d_v[...] = found[1].astype(d_v.dtype)
 
     return _call(
-        kernel,
+        attention_d_kv,
         config,
         (num_blocks, N, B),
         (ranges, ranges, all_queries, own, own, all_queries, of_heads, of_heads, ids, ids),
