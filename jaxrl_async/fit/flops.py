@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jaxrl_async.models import gpu_decode, transformer
+from jaxrl_async.models import gpu_decode, gpu_experts, transformer
 from jaxrl_async.models.transformer import ModelConfig
 
 
@@ -65,7 +65,9 @@ def _of_equation(equation, kernels_alone, grouped_share) -> float:
 
 
 def _is_grouped(params) -> bool:
-    """Whether it is Megablox's kernel, whose number of blocks depends on the rows of each group."""
+    """Whether it is Megablox's kernel, whose number of blocks depends on the rows of each group, or that of a GPU."""
+    if params["name"] == gpu_experts.NAME:
+        return True
     has_fixed_grid = all(isinstance(n, int) for n in params["grid_mapping"].grid)
     return not has_fixed_grid and not (params["name"] or "").startswith("splash")
 

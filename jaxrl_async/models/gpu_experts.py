@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas
 from jax.experimental.pallas import triton
 
+NAME = "grouped"  # of the kernels
+
 
 class Tiles(NamedTuple):
     """How a kernel is cut and compiled: sides of the tile that a program writes, and of what it sums at a time."""
@@ -63,14 +65,11 @@ def product(x_RD, kernel_EDF, sizes_E, transposed=False, tiles: Tiles = PRODUCT)
         total = jax.lax.fori_loop(0, num, add, zeros)
         triton.store(y.at[rows, own], total.astype(y.dtype), mask=written)
 
-    found = _call(
-        kernel,
-        tiles,
-        (columns // tiles.columns, len(number)),
-        (*[of_tile] * 3, _whole(x_RD), _whole(kernel_EDF)),
-        jax.ShapeDtypeStruct((R, columns), x_RD.dtype),
-        _whole(jax.ShapeDtypeStruct((R, columns), x_RD.dtype)),
-    )(expert, first, end, x_RD, kernel_EDF)
+    out = jax.ShapeDtypeStruct((R, columns), x_RD.dtype)
+    grid = columns // tiles.columns, len(number)
+    found = _call(kernel, tiles, grid, of_tile, _whole(out), out)(
+        expert, first, end, x_RD, kernel_EDF
+    )
     # What is after the last group is unwritten.
     return jnp.where((jnp.arange(R) < end_E[-1])[:, None], found[:, :F], 0)
 
@@ -99,24 +98,37 @@ def kernel_gradient(x_RD, g_RF, sizes_E, tiles: Tiles = GRADIENT):
         num = pallas.cdiv(end - first, tiles.summed)
         found[...] = jax.lax.fori_loop(0, num, add, zeros).astype(found.dtype)
 
-    return _call(
-        kernel,
-        tiles,
-        (sides[1] // tiles.columns, sides[0] // tiles.rows, len(sizes_E)),
-        (of_group, of_group, _whole(x_RD), _whole(g_RF)),
-        jax.ShapeDtypeStruct((len(sizes_E), *sides), x_RD.dtype),
-        pallas.BlockSpec((None, tiles.rows, tiles.columns), lambda f, d, e: (e, d, f)),
-    )(end_E - sizes_E, end_E, x_RD, g_RF)[:, :D, :F]
+    out = jax.ShapeDtypeStruct((len(sizes_E), *sides), x_RD.dtype)
+    own = pallas.BlockSpec((None, tiles.rows, tiles.columns), lambda f, d, e: (e, d, f))
+    grid = sides[1] // tiles.columns, sides[0] // tiles.rows, len(sizes_E)
+    found = _call(kernel, tiles, grid, of_group, own, out)(end_E - sizes_E, end_E, x_RD, g_RF)
+    return found[:, :D, :F]
 
 
-def _call(kernel, tiles, grid, in_specs, out_shape, out_specs):
-    how = dict(num_warps=tiles.num_warps, num_stages=tiles.num_stages)
-    return pallas.pallas_call(
-        kernel,
-        out_shape=out_shape,
-        grid_spec=pallas.GridSpec(grid, in_specs, out_specs),
-        compiler_params=triton.CompilerParams(**how),
-    )
+def _call(kernel, tiles, grid, of_program, of_out, out):
+    """A kernel of integers, of which each program has one, and of two whole arrays, the first of which are rows."""
+
+    def call(*arrays):
+        *integers, x, y = arrays
+        return pallas.pallas_call(
+            kernel,
+            out_shape=out,
+            grid=grid,
+            in_specs=(*[of_program] * len(integers), _whole(x), _whole(y)),
+            out_specs=of_out,
+            compiler_params=triton.CompilerParams(
+                num_warps=tiles.num_warps, num_stages=tiles.num_stages
+            ),
+            # Of all rows, whatever the sizes of the groups.
+            cost_estimate=pallas.CostEstimate(
+                flops=2 * x.size * out.shape[-1],
+                transcendentals=0,
+                bytes_accessed=sum(a.size * a.dtype.itemsize for a in (x, y, out)),
+            ),
+            name=NAME,
+        )(*arrays)
+
+    return call
 
 
 def _whole(x):
