@@ -78,6 +78,7 @@ MEASURES = {
     "weights": "publishing versions intake servers",
     "weights_distributed": "publishing versions intake servers",
     "weights_prepared": "publishing versions intake servers",
+    "which_loss": "objectives learner inference",
     "wire": "rollout servers inference",
 }
 SCRIPTS = {
@@ -311,6 +312,21 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         cells = [row["kind"], _power(row["rate"]), _interval(row["score"])]
         cells += [_steps(row[f"steps_to_{share}"]) for share in ("0.95", "1")]
         yield "distillation", METHODS, f"| {' | '.join(cells)} |"
+    found = result("which_loss")
+    for row in found["table"]:
+        yield "which_loss", METHODS, f"| {_pair(row['accuracy'])} ({_rate(row['rate'])}) |"
+        if over := row["over"].get("ppo"):
+            yield "which_loss", METHODS, f"| {_interval(over, signed=True)} |"
+    last = {
+        r["method"]: r["accuracy"]
+        for r in found["table"]
+        if (r["task"], r["staleness"]) == ("token_reversal", 16)
+    }
+    names = {"ppo": "PPO", "cispo": "CISPO", "asymre": "AsymRE", "dg": "DG", "topr": "TOPR"}
+    text = ", ".join(f"{name} {_pair(last[method])}" for method, name in names.items())
+    yield "which_loss", PAGE, f"token reversal at η = 16: {text}:"
+    agree = sum(row["overlap"] for row in found["check"])
+    yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     shape = result("anchors")["shapes"]["17m"]
     plain, remat = (shape[k]["steps"]["recompute"]["over_behavior"] for k in ("no remat", "remat"))
     text = f"| {plain['median']:.2f}x ({remat['median']:.2f}x with remat) | quartiles "
@@ -431,6 +447,10 @@ def _dot(value: float, digits: int = 2) -> str:
 
 def _power(value: float) -> str:
     return re.sub(r"e-0(\d)", r"e-\1", f"{value:.1e}")
+
+
+def _rate(value: float) -> str:
+    return re.sub(r"e-0(\d)", r"e-\1", f"{value:.0e}")
 
 
 def _short(value: float) -> str:

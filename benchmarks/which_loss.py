@@ -517,7 +517,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     bench = Bench(args, chosen, inputs)
     bench.run()
-    write(bench.rows, args.out / "which_loss.json")
+    result = result_of(bench.rows)
+    report(result)
+    seeds = sorted({row["seed"] for row in bench.rows})
+    record.write(args.out / "which_loss.json", result, seeds=seeds)
 
 
 class Bench:
@@ -562,7 +565,7 @@ class Bench:
         self, task: str, method: str, runs: Sequence[tuple[int, float, int]]
     ) -> list[dict[str, Any]]:
         """The rows of (seed, rate, age), those that have ended: no more are begun where time is over."""
-        labels = {"task": task, "method": method}
+        labels = {"task": task, "method": method, "device": jax.devices()[0].device_kind}
         known = {_key(row) for row in self.rows}
         waiting = [run for run in runs if (task, method, *run) not in known]
         program = self._programs[task].result()
@@ -595,8 +598,8 @@ def published() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
     }
 
 
-def write(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> dict[str, Any]:
-    """The result of all rows: the table at each method's rates, how these were chosen, the check, the complexity."""
+def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all rows: the table at each method's rates, how these were chosen, the check, the complexity."""
     choosing = [row for row in rows if row["seed"] in CHOOSING_SEEDS]
     best = staleness.best_rates(choosing)
     reported = [
@@ -605,12 +608,11 @@ def write(rows: Sequence[dict[str, Any]], path: pathlib.Path) -> dict[str, Any]:
         if row["seed"] in SEEDS
         and best.get((row["task"], row["method"], row["staleness"])) == row["rate"]
     ]
-    result = {"device": jax.devices()[0].device_kind, "base": staleness.BASE, "methods": METHODS}
+    result = {"base": staleness.BASE, "methods": METHODS}
     result |= {"tasks": staleness.TASKS, "rates": RATES, "table": tabulate(reported)}
     result |= {"choosing": staleness.tabulate_rates(choosing), "check": check(rows)}
     result |= {"complexity": complexity(rows), "runs": list(rows)}
-    report(result)
-    return record.write(path, result, seeds=sorted({row["seed"] for row in rows}))
+    return result
 
 
 def tabulate(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
