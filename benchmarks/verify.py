@@ -322,7 +322,15 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         for r in found["table"]
         if (r["task"], r["staleness"]) == ("token_reversal", 16)
     }
-    names = {"ppo": "PPO", "cispo": "CISPO", "asymre": "AsymRE", "dg": "DG", "topr": "TOPR"}
+    names = {
+        "ppo": "PPO",
+        "a3po": "A-3PO",
+        "recompute": "recompute",
+        "cispo": "CISPO",
+        "asymre": "AsymRE",
+        "dg": "DG",
+        "topr": "TOPR",
+    }
     text = ", ".join(f"{name} {_pair(last[method])}" for method, name in names.items())
     yield "which_loss", PAGE, f"token reversal at η = 16: {text}:"
     agree = sum(row["overlap"] for row in found["check"])
