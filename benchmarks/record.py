@@ -114,9 +114,10 @@ def _git(*words: str) -> str:
 
 
 def _start() -> dict[str, Any]:
-    """JAXRL_COMMIT names the commit of a copy without git, with a "+" behind it where the copy was changed."""
-    commit = _git("rev-parse", "--short", "HEAD") or os.environ.get("JAXRL_COMMIT", "unknown")
-    changed = _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
+    """JAXRL_COMMIT names the commit of a copy, whose git may have another, with a "+" where the copy was changed."""
+    said = os.environ.get("JAXRL_COMMIT")
+    commit = said or _git("rev-parse", "--short", "HEAD") or "unknown"
+    changed = not said and _git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
     versions = {"python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
     versions["jaxrl_async"] = jaxrl_async.__version__
