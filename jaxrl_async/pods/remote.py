@@ -409,9 +409,15 @@ def run(
             awaited = learners if name.startswith("learner") else [role.host]
             there = " && ".join(_reached(shell, host, workdir / AGAIN, setup) for host in awaited)
             lives = f"kill -0 {os.getpid()} || exit"
+            before = after = ""
             if name.startswith("learner-") and settings.learner.slices > 1:
-                lives += f"; [ $(date +%s) -lt {time.time() + slice_secs:.0f} ] || exit {GONE}"
-            again = f"until {there}; do sleep {RETRY_SECS}; {lives}; done; exec {shlex.join(words)}"
+                before, after = (
+                    f"sleep {slice_secs} & bound=$!; ",
+                    "; kill $bound 2> /dev/null",
+                )  # No clock is read.
+                lives += f"; kill -0 $bound 2> /dev/null || exit {GONE}"
+            again = f"{before}until {there}; do sleep {RETRY_SECS}; {lives}; done{after}"
+            again += f"; exec {shlex.join(words)}"
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)

@@ -134,7 +134,8 @@ def test_layers_that_lie_apart_decode_as_those_in_one_array(config):
 
     @jax.jit
     def decode_apart(model, cache):
-        return model.decode(tokens, positions, cache, model.layers_apart())
+        layers = transformer.layers_apart(nnx.state(model.blocks))
+        return model.decode(tokens, positions, cache, layers)
 
     tokens, positions = np.array([1, 2]), np.array([3, 1])
     expected, whole = _decode(model, tokens, positions, cache)
