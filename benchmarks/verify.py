@@ -415,6 +415,8 @@ def _services() -> Iterator[tuple[str, str, str]]:
 
 
 def _planner() -> Iterator[tuple[str, str, str]]:
+    for line in _order_of_agents():
+        yield "order", PAGE, line
     plans = result("order")["predicted"]["plans"]
     for normal, pareto in zip(plans, plans[3:], strict=False):
         if normal["sizes"] == pareto["sizes"] and normal["eta"] == pareto["eta"]:
@@ -422,6 +424,20 @@ def _planner() -> Iterator[tuple[str, str, str]]:
             yield "order", PAGE, " | ".join([f"| {normal['eta']}", *map("; ".join, cells)])
     for row in result("planner")["areal"]["by_eta"]:
         yield "planner", METHODS, f"| {row['trained_tokens_per_sec'] / 1e3:.0f} "
+
+
+def _order_of_agents() -> Iterator[str]:
+    found = result("order")["agents"]
+    by_order = (
+        [run for run in found["runs"] if run["order"] == order]
+        for order in ("prompt", "completion")
+    )
+    for prompt, completion, speedup in zip(*by_order, found["speedup"], strict=True):
+        steps = (f"{_dot(run['steps_per_sec'])}" for run in (prompt, completion))
+        ages = (f"{run['staleness_mean']:.1f}" for run in (prompt, completion))
+        overtaken = f"{completion['returned']['returned/overtaken']:.0f}"
+        cells = *steps, f"{speedup:.2f}", *ages, overtaken
+        yield f"| {prompt['seed']} | {' | '.join(cells)} |"
 
 
 def _order_cells(row: dict[str, Any]) -> list[str]:
