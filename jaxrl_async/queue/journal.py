@@ -187,6 +187,9 @@ class Journal:
             except BaseException:
                 self._connection.close()  # Else it is locked while somebody has the error.
                 raise
+        # Who uses the connection: in two threads at once, one would wait for the other within SQLite, and hold Python's
+        # lock, which the checksums of the other need.
+        self._using = threading.Lock()
         self._failure: JournalError | None = None
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -256,7 +259,7 @@ class Journal:
         Raises:
           JournalError: a group is missing or damaged.
         """
-        with _named(self._path):
+        with self._using, _named(self._path):
             return _recover(self._connection, self._path)
 
     def identity(self) -> tuple[Identity, str]:
@@ -264,7 +267,7 @@ class Journal:
 
         Blocks: to be called before any event.
         """
-        with _named(self._path):
+        with self._using, _named(self._path):
             c = self._connection
             drawn = (json.dumps(new_run_id()),)
             c.execute("INSERT OR IGNORE INTO meta (key, value) VALUES ('run_id', ?)", drawn)
@@ -502,7 +505,7 @@ class Journal:
         outcomes: list[Any] = []
         try:
             if self._failure is None:
-                with _named(self._path):
+                with self._using, _named(self._path):
                     self._connection.execute("BEGIN")
                     for event in events:
                         try:

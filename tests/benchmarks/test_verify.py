@@ -17,15 +17,15 @@ def test_a_figure_that_differs_is_named(monkeypatch, capsys):
 
     def changed(name):
         found = of(name)
-        if name == "modes":
-            found["modes"]["async"]["speedup_over_sync"] = 1.75
+        if name == "accelerator/h200":
+            found["rows"][1]["tokens_per_sec"] = 38294.0
         return found
 
     monkeypatch.setattr(verify, "result", changed)
     assert {page for _, page, _ in verify.missing()} == {verify.PAGE, verify.README}
     assert verify.main([]) == 1
     said = capsys.readouterr().out
-    assert "README.md differs from modes.json: no '| 1.75x |'" in said
+    assert "README.md differs from accelerator/h200.json: no '| 38,294; 75,875 |'" in said
 
 
 def test_every_result_says_what_it_measures():
