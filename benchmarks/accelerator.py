@@ -6,9 +6,9 @@
 device      The rate of a bfloat16 product, 8192³, and of a copy of 1 GiB, counting bytes read and written.
 learner     Whole updates (accumulate, update with Adam) of Qwen3-0.6B's and Qwen2.5-1.5B's shapes, random weights,
             bfloat16, remat, rows of one sequence of 16,384 or 65,536 tokens, and of 16 sequences of 1,024, by each
-            attention kernel, and once without remat: tokens/s, model FLOPs (no credit for what remat computes again)
-            beside the device's published peak and beside the product above, the most memory in use, and the
-            kernels that the device ran longest.
+            attention kernel, once without remat, and two layers of Qwen3-30B-A3B: tokens/s, model FLOPs (no credit
+            for what remat computes again) beside the device's published peak and beside the product above, the most
+            memory in use, and the kernels that the device ran longest.
 engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full: a step of decode beside the time in
             which this device reads weights and filled keys and values once, at the rate of its copy and at the data
             sheet's; prefill of rows of 2,048.

@@ -45,12 +45,11 @@ from jaxrl_async.config.loss import PRESETS
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import sampling
 from jaxrl_async.learner.optimizer import make_optimizer
-from jaxrl_async.learner.train_step import policy_logprobs
+from jaxrl_async.learner.train_step import policy_logprobs, tokens_of
 from jaxrl_async.models import transformer
 from jaxrl_async.objectives import ratios
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.objectives.objective import objective
-from jaxrl_async.objectives.tokens import Tokens
 from jaxrl_async.records import Permit
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.tasks.prompts import held_out_prompts, prompt_stream
@@ -473,17 +472,7 @@ class Program:
     def summed_loss(self, params, loss, batch: Batch, anchors):
         """The sum, and its divisor, the largest π_θ/π_b and the mean entropy."""
         logprobs, entropy = self.logprobs(params, batch)
-        tokens = Tokens(
-            logprobs=logprobs,
-            behavior_logprobs=batch.behavior_logprobs,
-            proximal_logprobs=anchors,
-            reference_logprobs=None,
-            advantages=batch.advantages,
-            staleness=jnp.where(batch.mask, OLDEST - batch.token_versions, 0),
-            segment_ids=batch.segment_ids,
-            mask=batch.mask,
-            sample_share=batch.sample_share,
-        )
+        tokens = tokens_of(batch, OLDEST, logprobs, anchors)
 
         def of(config, tokens):
             found = objective(tokens, config)

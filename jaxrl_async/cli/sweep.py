@@ -35,7 +35,7 @@ USAGE = """Prints, runs, submits and gathers the points of a sweep.
 The printed commands are those that run: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. A line that
 begins with "# finished: " does not run again. The same command skips finished points, resumes interrupted ones and
 retries failed ones. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
-one node; launch/slurm.sbatch and launch/gke_jobset.yaml start a run on several nodes.
+one node; launch/slurm.sbatch and `pod` start a run on several nodes.
 
 Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage."""
 

@@ -541,18 +541,7 @@ class TrainStep:
         reference_logprobs = None
         if reference is not None:
             reference_logprobs = self._score_program(reference, base, batch)
-        tokens = Tokens(
-            logprobs=logprobs,
-            behavior_logprobs=batch.behavior_logprobs,
-            proximal_logprobs=proximal_logprobs,
-            reference_logprobs=reference_logprobs,
-            advantages=batch.advantages,
-            staleness=jnp.where(batch.mask, policy_version - batch.token_versions, 0),
-            segment_ids=batch.segment_ids,
-            mask=batch.mask,
-            sample_share=batch.sample_share,
-            teacher_logprobs=batch.teacher,
-        )
+        tokens = tokens_of(batch, policy_version, logprobs, proximal_logprobs, reference_logprobs)
         kl_coefficient = self._loss.kl_coefficient_of(policy_version + 1, self._learner.num_steps)
         parts = objective(tokens, self._loss, kl_coefficient)
         measured = self._statistics.measure(tokens, entropy, parts, routing)
@@ -638,6 +627,24 @@ def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -
     """A NamedSharding for each weight that is not trained; None where all are."""
     frozen = transformer.abstract_frozen(config)
     return None if frozen is None else sharding.param_shardings(mesh, frozen)
+
+
+def tokens_of(
+    batch: Batch, policy_version, logprobs, proximal_logprobs, reference_logprobs=None
+) -> Tokens:
+    """A batch as the loss sees it, with log-probs [B, T] by the policy of a version, the anchor and the reference."""
+    return Tokens(
+        logprobs=logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        proximal_logprobs=proximal_logprobs,
+        reference_logprobs=reference_logprobs,
+        advantages=batch.advantages,
+        staleness=jnp.where(batch.mask, policy_version - batch.token_versions, 0),
+        segment_ids=batch.segment_ids,
+        mask=batch.mask,
+        sample_share=batch.sample_share,
+        teacher_logprobs=batch.teacher,
+    )
 
 
 def policy_logprobs(

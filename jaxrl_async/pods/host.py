@@ -40,10 +40,8 @@ def main(name: str, *flags: str) -> int:
     signal.signal(signal.SIGINT, lambda *_: process.send_signal(END))
     ending = threading.Event()
 
-    def end_soon(
-        *_,
-    ) -> None:  # The host ends: a learner checkpoints, and the others serve it meanwhile.
-        ending.set()
+    def end_soon(*_) -> None:
+        ending.set()  # The host ends: a learner checkpoints, and the others serve it meanwhile.
         if role == "learner":
             process.send_signal(supervisor.STOP_SIGNAL)
 

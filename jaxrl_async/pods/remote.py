@@ -411,10 +411,8 @@ def run(
             lives = f"kill -0 {os.getpid()} || exit"
             before = after = ""
             if name.startswith("learner-") and settings.learner.slices > 1:
-                before, after = (
-                    f"sleep {slice_secs} & bound=$!; ",
-                    "; kill $bound 2> /dev/null",
-                )  # No clock is read.
+                before = f"sleep {slice_secs} & bound=$!; "  # No clock is read.
+                after = "; kill $bound 2> /dev/null"
                 lives += f"; kill -0 $bound 2> /dev/null || exit {GONE}"
             again = f"{before}until {there}; do sleep {RETRY_SECS}; {lives}; done{after}"
             again += f"; exec {shlex.join(words)}"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import which_loss
+import wire
 from in_process import Laboratory
 
 from jaxrl_async import parts
@@ -15,13 +16,7 @@ from jaxrl_async.learner.train_step import mesh_of
 from jaxrl_async.models import transformer
 from jaxrl_async.rewards import reward_function
 
-TINY = {
-    "model.num_layers": 1,
-    "model.model_dim": 16,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.mlp_dim": 16,
+TINY = wire.MODEL | {
     "rollout.group_size": 4,
     "learner.groups_per_step": 4,
     "learner.microbatch_rows": 8,

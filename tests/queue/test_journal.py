@@ -7,6 +7,7 @@ import pathlib
 import random
 import sqlite3
 import tempfile
+import threading
 
 import grain
 import hypothesis
@@ -423,6 +424,27 @@ async def test_what_one_process_has_not_forgotten_the_next_one_does(tmp_path, mo
     async with journaled(tmp_path / "j", keep="checkpointed") as queue:
         await forgotten(queue.journal, 4)
         assert len((await queue.lease(3))[0].groups) == 4
+
+
+def test_the_journals_connection_is_not_read_while_its_thread_forgets(tmp_path, monkeypatch):
+    forgetting, go_on, recovered = (threading.Event() for _ in range(3))
+
+    def forget(journal, connection):
+        journal._may_forget = False
+        forgetting.set()
+        assert go_on.wait(HANG_SECS)
+
+    monkeypatch.setattr(Journal, "_forget", forget)
+    monkeypatch.setattr(journals, "_recover", lambda connection, path: recovered.set())
+    journal = Journal(tmp_path / "j", batch_groups=1, max_bytes=1)
+    assert forgetting.wait(HANG_SECS)
+    thread = threading.Thread(target=journal.recover)
+    thread.start()
+    assert not recovered.wait(0.1)
+    go_on.set()
+    assert recovered.wait(HANG_SECS)
+    thread.join(HANG_SECS)
+    journal.close()
 
 
 async def test_beyond_its_bound_the_oldest_steps_with_a_checkpoint_are_forgotten(tmp_path):
