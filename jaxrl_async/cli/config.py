@@ -275,7 +275,7 @@ def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
 
 
 def _found(what: str, file: str) -> pathlib.Path:
-    """A file, or the package's own, with or without "configs/" and ".py"; raises UsageError where there is neither."""
+    """A file, or the package's own, with or without "configs/" and ".py". Raises UsageError: there is neither."""
     path = pathlib.Path(file)
     if path.is_file():
         return path
@@ -289,7 +289,7 @@ def _found(what: str, file: str) -> pathlib.Path:
 
 
 def _call(path: pathlib.Path, name: str, arg: str) -> Any:
-    """The result of a config file's function; raises UsageError without one, and for a setting that is none."""
+    """The result of a config file's function; raises UsageError without one, and where it sets an unknown setting."""
     function = runpy.run_path(str(path)).get(name)
     if function is None:
         raise UsageError(f"{path} has no {name}(arg)")

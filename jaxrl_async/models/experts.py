@@ -283,7 +283,7 @@ def _kernel_gradient_on_gpu(x_RD, g_RF, sizes_E):
 
 
 def _is_described() -> bool:
-    """A GPU without a name, of a compiler alone. JAX builds Triton for a named one."""
+    """Whether the GPU is only described, for a compiler: it has no name, and JAX builds Triton for a named one."""
     chip = jax.sharding.get_abstract_mesh().abstract_device
     return chip is not None and not chip.device_kind
 

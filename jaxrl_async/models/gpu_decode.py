@@ -95,7 +95,7 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
 
 
 def _rows(group):
-    """Of a product of matrices that has a group's queries, the key and the value."""
+    """The rows of a product that takes a group's queries, the new key and the new value."""
     return max(16, pallas.next_power_of_2(group + 2))
 
 

@@ -106,7 +106,7 @@ def kernel_gradient(x_RD, g_RF, sizes_E, tiles: Tiles = GRADIENT):
 
 
 def _call(kernel, tiles, grid, of_program, of_out, out):
-    """A kernel of integers, of which each program has one, and of two whole arrays, the first of which are rows."""
+    """A kernel that takes integers, one a program, then two whole arrays, of which the first is rows [R, ·]."""
 
     def call(*arrays):
         *integers, x, y = arrays

@@ -18,7 +18,7 @@ Weights = Mapping[str, Any]
 
 
 def parts_of(rewards: Weights) -> dict[str, tuple[str, float]]:
-    """Component → (name of its reward, weight). Raises ValueError: two of one component, or what cannot name one."""
+    """Component → (name of its reward, weight). Raises ValueError: a component twice, or not a name."""
     found: dict[str, tuple[str, float]] = {}
     for key, value in rewards.items():
         name, weight = _pair(key, value)

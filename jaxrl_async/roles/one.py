@@ -76,7 +76,7 @@ def run(settings: Settings, workdir: pathlib.Path, **how: Any) -> bool:
 
 
 def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:
-    """The learner's devices, and one an engine: the last, or the first for all. Raises ValueError: too few or many."""
+    """Devices of the learner, and one for each engine. Raises ValueError: this process has fewer or more devices."""
     devices, count = jax.devices(), settings.server.devices
     if not count:
         return devices, [devices[0]] * len(settings.server.addresses)

@@ -129,7 +129,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool, **how: Any) 
 
 
 def finish(settings: Settings, *, workdir: pathlib.Path, step: int | None = None, **_: Any) -> bool:
-    """True, once the workdir of a run that is done at `step` is in its bucket, and here; None: its last checkpoint."""
+    """Brings the workdir of a finished run to its bucket, or from there; `step` None: of its last checkpoint. True."""
     if directory := settings.checkpoint.directory:
         from jaxrl_async.runtime import archive
 

@@ -446,7 +446,7 @@ def learner_stop_secs(settings: Settings) -> float:
 
 
 def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
-    """Sends STOP_SIGNAL to the learner; at its exit, whether the run is done. Raises RoleDiedError where it failed."""
+    """Stops the learner; returns whether the last step was done by then. Raises RoleDiedError: it failed instead."""
     for role in learners:
         role.process.send_signal(STOP_SIGNAL)
     deadline = time.monotonic() + stop_secs
@@ -511,7 +511,7 @@ class _Restarts:
         self._early: set[str] = set()  # roles that ended by themselves soon after their last start
 
     def of(self, role: Role) -> Role:
-        """A role but a learner, restarted; raises RoleDiedError: a queue, bad settings, or a second early end."""
+        """Restarts a role other than a learner. Raises RoleDiedError: a queue, bad settings, or a second early end."""
         code, now = role.process.returncode, self._clock()
         if code >= 0:
             if code == BAD_USAGE or not role.name.startswith(("server-", "rollout-")):
