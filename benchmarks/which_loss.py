@@ -1,6 +1,6 @@
 """Which loss at which age: nine losses, each at its own rate, by weights that sample 1, 4 and 16 steps late.
 
-    python benchmarks/which_loss.py [--tasks=…] [--losses=…] [--runs=30] [--seconds=inf] [--cache=DIR] [--out=DIR]
+    python benchmarks/which_loss.py [--tasks=…] [--losses=…] [--ages=…] [--runs=30] [--seconds=inf] [--cache=DIR]
 
 The runs are those of benchmarks/staleness.py: its two tasks, versions 0, prompts, seeds of samples and settings. Here
 one compiled program does many of them at once: a whole run is a `lax.scan` over its steps, and runs of several seeds,
@@ -400,26 +400,33 @@ class Program:
         return jax.lax.switch(loss, [functools.partial(of, c) for c in self._losses], rewards)
 
     def batch(self, prompts, tokens, logprobs, mask, advantages, age) -> Batch:
-        """A row for each sample, [minibatches, rows, T]; the weights that sampled are `age` steps behind OLDEST."""
-        B, A = tokens.shape
-        prompts = jnp.repeat(prompts.astype(jnp.int32), B // len(prompts), axis=0)
-        before = prompts.shape[1]
+        """A row for each group, its prompt once, [minibatches, rows, P + G · A].
 
-        def row(values):
-            return jnp.pad(values, ((0, 0), (before, 0)))
+        The weights that sampled are `age` steps behind OLDEST.
+        """
+        (N, P), (B, A) = prompts.shape, tokens.shape
+        before, place = jnp.arange(P), jnp.arange(B // N * A)
 
-        mask = row(mask)
-        column = jnp.broadcast_to(jnp.arange(before + A, dtype=jnp.int32), mask.shape)
+        def row(values):  # [B, A] → [N, P + G · A]
+            return jnp.pad(values.reshape(N, -1), ((0, 0), (P, 0)))
+
+        def joined(of_prompt, of_answers):  # int32 [N, P + G · A]
+            return jnp.tile(jnp.append(of_prompt, of_answers).astype(jnp.int32), (N, 1))
+
+        mask, answered = row(mask), joined(before * 0, place * 0 + 1)
+        prompts = jnp.pad(prompts.astype(jnp.int32), ((0, 0), (0, len(place))))
+        # A first token's is the prompt's last.
+        previous = jnp.where(place % A, P + place - 1, P - 1)
         whole = Batch(
-            tokens=jnp.concatenate([prompts, jnp.where(mask[:, before:], tokens, 0)], axis=1),
-            positions=column,
-            segment_ids=(mask | (column < before)).astype(jnp.int32),
-            prefix_ids=jnp.zeros_like(column),
-            predictor_index=jnp.maximum(column - 1, 0),
+            tokens=jnp.where(mask, row(tokens), prompts),
+            positions=joined(before, P + place % A),
+            segment_ids=jnp.where(answered > mask, 0, joined(before * 0 + 1, 2 + place // A)),
+            prefix_ids=mask.astype(jnp.int32),
+            predictor_index=joined(jnp.maximum(before - 1, 0), previous),
             mask=mask,
             behavior_logprobs=jnp.where(mask, row(logprobs), 0),
             token_versions=jnp.where(mask, OLDEST - age, NOT_SAMPLED),
-            advantages=jnp.where(mask, advantages.reshape(-1, 1), 0),
+            advantages=mask * row(jnp.repeat(advantages.reshape(-1), A)),
             sample_share=mask.astype(jnp.float32),
         )
         num = self._settings.learner.num_minibatches
@@ -466,7 +473,7 @@ class Program:
             batch,
             temperature=self._settings.rollout.temperature,
             head_chunk_tokens=None,
-            shared_prompts=False,
+            shared_prompts=True,
         )
 
     def summed_loss(self, params, loss, batch: Batch, anchors):
@@ -491,6 +498,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tasks", default="", help=f"of {', '.join(studies())}; all")
     parser.add_argument("--losses", default="", help=f"of {', '.join(METHODS)}; all")
+    parser.add_argument("--ages", default="", help="of 0, 1, 4, 8 and 16; all")
     parser.add_argument("--runs", type=int, default=30, help="at once")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing later")
     cache = pathlib.Path("/tmp/jaxrl-which_loss")
@@ -520,6 +528,7 @@ class Bench:
         self._start, self._last = time.monotonic(), {}
         self._end = self._start + args.seconds
         self._losses = args.losses.split(",") if args.losses else list(METHODS | COMPLEX_METHODS)
+        self._ages = [int(age) for age in args.ages.split(",")] if args.ages else [0, 1, 4, 8, 16]
         self._path = args.cache / "which_loss.jsonl"
         lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
         self.rows = [json.loads(line) for line in lines]
@@ -556,6 +565,7 @@ class Bench:
         """The rows of (seed, rate, age), those that have ended: no more are begun where time is over."""
         labels = {"task": task, "method": method, "device": jax.devices()[0].device_kind}
         known = {_key(row) for row in self.rows}
+        runs = [run for run in runs if run[2] in self._ages]
         waiting = [run for run in runs if (task, method, *run) not in known]
         program = self._programs[task].result()
         took = self._last.get(task, 0.0)  # of the call before

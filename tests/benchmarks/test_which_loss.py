@@ -62,6 +62,7 @@ def test_sampled_log_probs_are_the_models_and_rewards_are_the_packages(task):
     batch = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), batch)
     again, _ = jax.jit(program.logprobs)(params, batch)
     np.testing.assert_allclose(np.where(batch.mask, again, 0), batch.behavior_logprobs, atol=1e-5)
+    assert batch.mask.sum() == mask.sum()
     ended = np.asarray(mask.sum(axis=1))
     assert ended.min() < ended.max() == tokens.shape[1], "no answer ended early, or all did"
 
