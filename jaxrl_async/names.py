@@ -44,7 +44,10 @@ def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
 
 def register(what: str, name: str, table: dict[str, Any], entry: Any) -> Any:
     """Adds "module:attribute" of a class or function to a table, by which any process finds it; returns the entry.
-    Raises ValueError: the name is taken, or no other process could import the entry."""
+
+    Raises:
+      ValueError: the name is taken, or no other process could import the entry.
+    """
     spec = f"{entry.__module__}:{entry.__qualname__}"
     if entry.__module__ == "__main__" or "." in entry.__qualname__:
         raise ValueError(

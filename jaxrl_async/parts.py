@@ -55,7 +55,10 @@ TOKEN_BYTES = 16
 
 def keys_of(settings: Settings) -> dict[str, Any]:
     """The servers' keys from the environment, {"api_key": …, "admin_api_key": …}; None where none is named.
-    Raises SettingsError: a variable that the config names is unset or empty."""
+
+    Raises:
+      SettingsError: a variable that the config names is unset or empty.
+    """
     return {
         key: key_named(f"server.{key}_env", getattr(settings.server, f"{key}_env"))
         for key in ("api_key", "admin_api_key")
@@ -70,7 +73,10 @@ def servers_access_of(settings: Settings) -> dict[str, Any]:
 
 def teachers_of(settings: Settings, clock: ActiveClock) -> Teachers | None:
     """The teachers that are servers, whose client is not opened yet; None without any. `clock`: a worker's.
-    Raises SettingsError: no key where loss.teacher_key_env names one."""
+
+    Raises:
+      SettingsError: no key where loss.teacher_key_env names one.
+    """
     from jaxrl_async.rollout.teachers import Teachers
     from jaxrl_async.servers.client import InferenceClient
 
@@ -95,13 +101,19 @@ def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.P
 
 def model_directory(settings: Settings, needed: tuple[str, ...] = hub.MODEL_FILES) -> pathlib.Path:
     """The files at model.path, of a run that has one; with other `needed`, perhaps those alone.
-    Raises FileNotFoundError: as of `hub.directory_of`."""
+
+    Raises:
+      FileNotFoundError: as of `hub.directory_of`.
+    """
     return hub.directory_of("model.path", settings.model.path, needed=needed)
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     """The run's tokenizer. The first role that needs it writes its files; the others read them.
-    Raises OSError, ValueError: the message begins with the setting's name within its block."""
+
+    Raises:
+      OSError, ValueError: the message begins with the setting's name within its block.
+    """
     from jaxrl_async.tasks.tokenizer import InstructedTokenizer
 
     wanted, tokenizer = settings.tokenizer, _plain_tokenizer_of(settings, workdir)
@@ -188,7 +200,8 @@ def check_task(
 
     Where there is none, `keep` stores one.
 
-    Raises StartError: it has other questions than the run, which task.changed does not allow; names the first.
+    Raises:
+      StartError: it has other questions than the run, which task.changed does not allow; names the first.
     """
     from jaxrl_async.tasks import digest
 
@@ -222,7 +235,10 @@ def check_sets(
 
 def reward_name_of(settings: Settings, reward: str) -> str:
     """The reward of a run, by which every process finds it: that of task.rewards, or else the task's own.
-    Raises ValueError: two parts of task.rewards have one name."""
+
+    Raises:
+      ValueError: two parts of task.rewards have one name.
+    """
     from jaxrl_async.rewards import REWARDS, weighted
 
     rewards = settings.task.rewards
@@ -231,7 +247,10 @@ def reward_name_of(settings: Settings, reward: str) -> str:
 
 def evaluation_tasks(settings: Settings) -> dict[str, Task]:
     """The tasks of evaluate.sets, checked, by the names of the sets.
-    Raises ValueError, TypeError: as of `make_task`; the message names the set."""
+
+    Raises:
+      ValueError, TypeError: as of `make_task`; the message names the set.
+    """
     from jaxrl_async.tasks import make_task
     from jaxrl_async.tasks.checked import CheckedTask
 
@@ -248,7 +267,10 @@ def evaluation_sets(
     settings: Settings, tokenizer: Tokenizer, task: Task, split: str, tasks: Mapping[str, Task]
 ) -> list[EvaluationSet]:
     """The prompts that a version is scored on: of a split of the run's task, and of `evaluation_tasks`.
-    Raises ValueError: no prompt fits."""
+
+    Raises:
+      ValueError: no prompt fits.
+    """
     from jaxrl_async.evaluation.score import EvaluationSet
     from jaxrl_async.tasks.prompts import held_out_prompts
 
@@ -309,8 +331,11 @@ def reward_pool_of(settings: Settings, reward: str) -> RewardPool:
 
 def rollout_of(settings: Settings) -> Rollout:
     """The run's rollout function.
-    Raises ValueError, TypeError: no such function, environment or agent, or an environment that does not take
-    environment.args."""
+
+    Raises:
+      ValueError, TypeError: no such function, environment or agent, or an environment that does not take
+        environment.args.
+    """
     from jaxrl_async.rollout import agent, environment
     from jaxrl_async.rollout.runner import rollout_function
 
@@ -409,8 +434,11 @@ def never_token_ids(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]
 
 def vocab_size_of(settings: Settings, tokenizer: Tokenizer) -> int:
     """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's.
-    Raises OSError: model.path has no config.json; ValueError: it is not JSON, lacks a vocab_size, or has fewer ids than
-    the tokenizer."""
+
+    Raises:
+      OSError: model.path has no config.json.
+      ValueError: it is not JSON, lacks a vocab_size, or has fewer ids than the tokenizer.
+    """
     if not settings.model.path:
         return tokenizer.vocab_size
     config = model_directory(settings, ("config.json",)) / "config.json"
@@ -426,7 +454,10 @@ def vocab_size_of(settings: Settings, tokenizer: Tokenizer) -> int:
 
 def check_context(settings: Settings) -> None:
     """Refuses a run whose tokens may lie beyond the positions that the model at model.path was made for.
-    Raises OSError, ValueError: names the settings and both numbers; or config.json cannot be read."""
+
+    Raises:
+      OSError, ValueError: names the settings and both numbers; or config.json cannot be read.
+    """
     if not (bound := context_tokens_of(settings)):
         return
     rollout, stage = settings.rollout, settings.warm_start
@@ -455,7 +486,10 @@ def context_tokens_of(settings: Settings) -> int | None:
 
 def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:
     """The frictions of the run's rollouts; None where every probability is 0.
-    Raises ValueError: rollout.frictions.actor_bug > 0, and the tokenizer has no single token for "0"."""
+
+    Raises:
+      ValueError: rollout.frictions.actor_bug > 0, and the tokenizer has no single token for "0".
+    """
     from jaxrl_async.rollout.frictions import Frictions
 
     wanted = settings.rollout.frictions
@@ -588,8 +622,11 @@ def reference_of(
     first: Callable[[], Any],
 ) -> Any:
     """The policy that a loss compares with, on a mesh: the teacher, else version 0, `first()`; None if it needs none.
-    Raises StartError: the teacher's shape is not the policy's; FileNotFoundError, ValueError: its files cannot be
-    read."""
+
+    Raises:
+      StartError: the teacher's shape is not the policy's.
+      FileNotFoundError, ValueError: its files cannot be read.
+    """
     from jaxrl_async.models import hf, sharding, transformer
 
     if not settings.loss.teacher or settings.loss.teachers:

@@ -233,7 +233,10 @@ def settings_of(config: ml_collections.ConfigDict) -> Settings:
 
 def load_sweep(spec: str) -> Sweep:
     """Loads FILE.py[:ARG] (its `get_sweep(arg)`); the path of its config becomes absolute.
-    Raises UsageError: no such file, no get_sweep, an unknown argument, or two points of one name."""
+
+    Raises:
+      UsageError: no such file, no get_sweep, an unknown argument, or two points of one name.
+    """
     file, _, arg = spec.partition(":")
     path = _found("sweep", file).absolute()
     try:
@@ -246,8 +249,11 @@ def load_sweep(spec: str) -> Sweep:
 
 def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
     """The config that the command of a point runs: its words are parsed as `train` parses them.
-    Raises UsageError: an unknown key, or a value that comes through the command line as another; SettingsError: a point
-    that cannot be run."""
+
+    Raises:
+      UsageError: an unknown key, or a value that comes through the command line as another.
+      SettingsError: a point that cannot be run.
+    """
     try:
         argv = [f"--config={sweep.config}", *point.words]
         config = parse_flags("", argv, config=True).config

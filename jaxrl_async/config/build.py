@@ -114,7 +114,10 @@ def complete(config: ml_collections.ConfigDict) -> list[str]:
 
 def write_preset(config: ml_collections.ConfigDict) -> None:
     """Writes the parts that loss.preset names into a config, in place: what is kept of a run says them all.
-    Raises SettingsError: the config has another value for one of them."""
+
+    Raises:
+      SettingsError: the config has another value for one of them.
+    """
     loss = config.get("loss")
     if not isinstance(loss, ml_collections.ConfigDict):
         return  # `make_settings` refuses it.
@@ -155,7 +158,10 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
 
 def rename_keys(config: Nested) -> list[str]:
     """Gives renamed keys of a nested mapping their new names, in place; returns a sentence for each.
-    Raises SettingsError: both names are there."""
+
+    Raises:
+      SettingsError: both names are there.
+    """
     said = []
     for old, new in RENAMED.items():
         if not _has(config, old):

@@ -46,7 +46,10 @@ def refuse(found: Sequence[str]) -> None:
 
 def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_groups: int) -> None:
     """The mode's rule: on-policy modes have η = 0 and N = 1, "periodic" alone has chunks; η ≥ N − 1.
-    Raises SettingsError: settings of another mode, or a run that would deadlock."""
+
+    Raises:
+      SettingsError: settings of another mode, or a run that would deadlock.
+    """
     if text := one_of(mode, MODES):
         raise SettingsError(f"mode {text}")
     if mode != "async" and (max_staleness, push_every_steps) != (0, 1):
@@ -120,7 +123,8 @@ def check_new(s: Settings) -> None:
     """Refuses for a new run what earlier ones may have: waits out of order, a loss that does less than its name says,
     and a group of 1, in which every advantage is 0.
 
-    Raises SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
+    Raises:
+      SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
     """
     found = []
     if s.rollout.group_size < 2 and s.loss.advantage not in (*NEEDS_PEERS, "none"):
@@ -157,7 +161,10 @@ def queue_access_of(settings: Settings) -> dict[str, Any]:
 
 def key_named(option: str, variable: str) -> str | None:
     """The key in the environment variable that an option names (`security.read_key`); None for "".
-    Raises SettingsError: no key there; the message never shows it."""
+
+    Raises:
+      SettingsError: no key there; the message never shows it.
+    """
     try:
         return security.read_key(option, variable)
     except ValueError as error:

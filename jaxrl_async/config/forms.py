@@ -56,8 +56,10 @@ def url(address: str) -> None:
 
 def teachers_of(teacher: str) -> dict[str, str]:
     """Task → URL of loss.teacher, where "" stands for the tasks that have none; {} of a checkpoint.
-    Raises SettingsError: neither a local path or a Hub id, nor URL or TASK=URL, or several with commas, each task
-    once."""
+
+    Raises:
+      SettingsError: neither a local path or a Hub id, nor URL or TASK=URL, or several with commas, each task once.
+    """
     if is_bucket(teacher) or "://" not in teacher:
         local_path(teacher)
         return {}
@@ -74,7 +76,10 @@ def teachers_of(teacher: str) -> dict[str, str]:
 
 def delay_of(delay_steps: int | str) -> tuple[int, bool]:
     """(D, whether the delay of each step is drawn uniformly from 0 to D) of rollout.delay_steps.
-    Raises SettingsError: neither D nor "uniform(D)" with a whole D ≥ 0."""
+
+    Raises:
+      SettingsError: neither D nor "uniform(D)" with a whole D ≥ 0.
+    """
     match = re.fullmatch(r"(\d+)|uniform\((\d+)\)", str(delay_steps).strip())
     if not match:
         raise SettingsError(f'must be D or "uniform(D)", with a whole D ≥ 0; got {delay_steps!r}')
@@ -83,7 +88,10 @@ def delay_of(delay_steps: int | str) -> tuple[int, bool]:
 
 def discovery_of(discover: str) -> tuple[str, str, int]:
     """("file", path, 0) or ("dns", name, port) of server.discover.
-    Raises SettingsError: neither "file:PATH" nor "dns://name:port"."""
+
+    Raises:
+      SettingsError: neither "file:PATH" nor "dns://name:port".
+    """
     dns = re.fullmatch(r"dns://([A-Za-z0-9._-]+):(\d{1,5})", discover)
     if dns and 0 < int(dns[2]) < 1 << 16:
         return "dns", dns[1], int(dns[2])
@@ -139,7 +147,10 @@ def rewards(of: Mapping[str, Any]) -> None:
 
 def evaluation_sets(of: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """Name → (task, its arguments) of evaluate.sets.
-    Raises SettingsError: a name that metrics cannot have, or no task."""
+
+    Raises:
+      SettingsError: a name that metrics cannot have, or no task.
+    """
     found = {}
     for name, task in of.items():
         if not re.fullmatch(r"[\w-]+", name) or name in ("train", "validation", "test"):

@@ -84,7 +84,8 @@ class LossConfig:
 
     The parts of a preset take the place of defaults.
 
-    Raises ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
+    Raises:
+      ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
     """
 
     # fmt: off
@@ -150,13 +151,18 @@ class LossConfig:
 
     def check_new(self) -> None:
         """Refuses for a new run what does less than its name says; runs that had it go on.
-        Raises ValueError: a penalty without a gradient, or a weight with an anchor that makes it another one; says
-        why."""
+
+        Raises:
+          ValueError: a penalty without a gradient, or a weight with an anchor that makes it another one; says why.
+        """
         _raise_first(self._does_less())
 
     def check_minibatches(self, num_minibatches: int) -> None:
         """Refuses an anchor that is exact with one minibatch per step only.
-        Raises ValueError: a clip against 'current' with several."""
+
+        Raises:
+          ValueError: a clip against 'current' with several.
+        """
         has_clip = self.surrogate not in WITHOUT_RATIO
         if self.anchor == "current" and has_clip and num_minibatches != 1:
             raise ValueError(

@@ -25,7 +25,10 @@ class Calculator:
 
     def __init__(self, median_secs: float = 0.0, sigma: float = 1.0):
         """A computation takes log-normal seconds, as the tools of real agents do; 0: none.
-        Raises ValueError: median_secs or sigma, of the logarithm, is not ≥ 0 and finite."""
+
+        Raises:
+          ValueError: median_secs or sigma, of the logarithm, is not ≥ 0 and finite.
+        """
         for name, value in (("median_secs", median_secs), ("sigma", sigma)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} of the calculator must be ≥ 0 and finite, got {value!r}")

@@ -51,7 +51,11 @@ class Host:
     @contextlib.asynccontextmanager
     async def episode(self) -> AsyncIterator["_Episode"]:
         """An episode in a process of its own, as soon as one is free.
-        Raises EpisodeTimeoutError: none came free; EpisodeError: its process did not start; or of its calls."""
+
+        Raises:
+          EpisodeTimeoutError: none came free.
+          EpisodeError: its process did not start; or of its calls.
+        """
         await self._take_place()
         try:
             process = await self._process()

@@ -82,7 +82,10 @@ class Call:
 
 def tool_of(name: str) -> Tool:
     """A tool by its name in TOOLS, or by "module:function", whose name is the function's.
-    Raises ValueError: no such tool, or one whose parameters have no types that JSON has."""
+
+    Raises:
+      ValueError: no such tool, or one whose parameters have no types that JSON has.
+    """
     function = find("tool", name, TOOLS)
     called = name.rpartition(":")[2]
     return Tool(called, function, {"type": "function", "function": _described(called, function)})
@@ -108,7 +111,8 @@ class ToolUse:
 
     Components: `calls`, and `call_errors` among them.
 
-    Raises ValueError: a tool or the reward cannot be found, or two tools have one name.
+    Raises:
+      ValueError: a tool or the reward cannot be found, or two tools have one name.
     """
 
     own_process = True  # Tools run what a model wrote.

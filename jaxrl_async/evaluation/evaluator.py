@@ -129,7 +129,10 @@ class Evaluator:
 
 def best_version(workdir: pathlib.Path) -> int | None:
     """The version with the highest greedy accuracy of a run so far, the first of equal ones; None before any.
-    Raises DamagedError: best.json is not as it was written."""
+
+    Raises:
+      DamagedError: best.json is not as it was written.
+    """
     best = _read_best(workdir / BEST_FILE)
     return None if best is None else best["version"]
 

@@ -21,7 +21,10 @@ _KEY = "openenv"  # of a prompt's metadata
 @dataclasses.dataclass(frozen=True)
 class OpenEnv:
     """The episodes of a server: those of the seeds 0 to num_test − 1 are the test split, the next num_train train.
-    Raises ValueError: the library is not installed, or an argument is outside its bounds."""
+
+    Raises:
+      ValueError: the library is not installed, or an argument is outside its bounds.
+    """
 
     url: str  # of the server, http:// or https://
     num_train: int

@@ -18,7 +18,10 @@ _KEY = "reasoning_gym"  # of a prompt's metadata
 @dataclasses.dataclass(frozen=True)
 class ReasoningGym(Table):
     """The first `size` questions of a data set, of which num_test are the test split; `seed` is also the data set's.
-    Raises ValueError: the library is not installed, or it refuses the name or the config."""
+
+    Raises:
+      ValueError: the library is not installed, or it refuses the name or the config.
+    """
 
     dataset: str  # its name, such as "chain_sum"
     _: dataclasses.KW_ONLY
@@ -45,7 +48,10 @@ class ReasoningGym(Table):
 
 def score(completion: str, answer: str, *, metadata: Mapping[str, Any]) -> float:
     """The data set's score, in [0, 1], of the text between the last <answer> and </answer>; 0 without them.
-    Raises ValueError: the example is of another task."""
+
+    Raises:
+      ValueError: the example is of another task.
+    """
     if _KEY not in metadata:
         raise ValueError(f"reward {__name__}:score needs task.name = 'reasoning_gym:DATASET'")
     where = metadata[_KEY]

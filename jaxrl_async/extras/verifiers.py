@@ -27,8 +27,9 @@ class Verifiers:
 
     Tasks of one prompt are in one split.
 
-    Raises ValueError: the library or the environment cannot be loaded, a seat of the environment is not the policy's,
-    or an argument is outside its bounds.
+    Raises:
+      ValueError: the library or the environment cannot be loaded, a seat of the environment is not the policy's, or an
+        argument is outside its bounds.
     """
 
     environment: str  # id of its taskset: an installed module, or one of the library's own
@@ -87,7 +88,11 @@ class Verifiers:
 
 async def agent(base_url: str, prompt: Prompt) -> float:
     """Plays one task; returns the sum of the weighted rewards of the policy's seat.
-    Raises ValueError: the prompt is of another task; RuntimeError: the episode failed, or gave no reward."""
+
+    Raises:
+      ValueError: the prompt is of another task.
+      RuntimeError: the episode failed, or gave no reward.
+    """
     where = prompt.metadata.get(_KEY)
     if where is None:
         raise ValueError(f"rollout.agent = {AGENT!r} needs task.name = 'verifiers:ENVIRONMENT'")

@@ -142,7 +142,10 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
 
 def count_prompts(settings: Settings, workdir: pathlib.Path) -> Coverage:
     """The prompts of each split; the tokenizer is of the workdir, or is written there.
-    Raises StartError: as of `prepare`, of the task and the tokenizer."""
+
+    Raises:
+      StartError: as of `prepare`, of the task and the tokenizer.
+    """
     _, splits, sets = _questions(settings)
     with errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)

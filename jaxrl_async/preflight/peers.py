@@ -104,7 +104,10 @@ async def _check_servers(settings: Settings, expected: Expected) -> bool:
 
 def check_rewards(settings: Settings) -> None:
     """Asks every reward service of a run once, and warns of each that does not answer: the workers ask the others.
-    Raises PreflightError: a line for each that refuses the token, or judges by another reward."""
+
+    Raises:
+      PreflightError: a line for each that refuses the token, or judges by another reward.
+    """
     addresses = settings.rollout.reward_addresses
     if not addresses:
         return
@@ -117,8 +120,10 @@ def check_rewards(settings: Settings) -> None:
 
 def check_teachers(settings: Settings, expected: Expected) -> None:
     """Asks every teacher that is a server once; the workers wait for one that is not up yet.
-    Raises PreflightError: a line for each that refuses, has another vocabulary, or scores no row as long as the
-    run's."""
+
+    Raises:
+      PreflightError: a line for each that refuses, has another vocabulary, or scores no row as long as the run's.
+    """
     if (teachers := parts.teachers_of(settings, ActiveClock())) is not None:
         asyncio.run(_check_teachers(settings, teachers, expected.config["vocab_size"]))
 

@@ -54,7 +54,10 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
 
 def reward_function(name: str) -> Reward:
     """A reward by its name in REWARDS, by "module:function", or the sum that `weighted.name_of` names.
-    Raises ValueError: none of them; names the nearest known reward."""
+
+    Raises:
+      ValueError: none of them; names the nearest known reward.
+    """
     if name.startswith("{"):
         from jaxrl_async.rewards.weighted import WeightedSum
 
@@ -78,7 +81,10 @@ def check_reward(reward: Reward, examples: Iterable = ()) -> None:
 
 def times_out_as(reward: Reward) -> float | None:
     """The reward of an answer that is not judged in time, a reward's own attribute `times_out_as`; None without one.
-    Raises ValueError: it is no finite number."""
+
+    Raises:
+      ValueError: it is no finite number.
+    """
     value = getattr(reward, "times_out_as", None)
     if value is None or (isinstance(value, int | float) and isfinite(value)):
         return value
@@ -87,7 +93,10 @@ def times_out_as(reward: Reward) -> float | None:
 
 def names_seen(reward: Reward) -> list[str]:
     """The names of SEEN that a reward asks for: its parameters after the first two.
-    Raises ValueError: it does not take two arguments, or has another parameter without a default."""
+
+    Raises:
+      ValueError: it does not take two arguments, or has another parameter without a default.
+    """
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # a function of C without one

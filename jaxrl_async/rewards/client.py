@@ -51,7 +51,10 @@ class _Service:
 @dataclasses.dataclass(eq=False, repr=False)
 class RewardClient:
     """A RewardPool that runs elsewhere; use as `async with RewardClient(…) as rewards`.
-    Raises ValueError: tls_ca holds no certificate."""
+
+    Raises:
+      ValueError: tls_ca holds no certificate.
+    """
 
     addresses: Sequence[str]  # "host:port" of each service
     reward: str  # its name; a service of another reward is refused
@@ -77,7 +80,10 @@ class RewardClient:
 
     async def start(self) -> None:
         """Connects, within START_SECS, and logs which services do not answer yet.
-        Raises RewardError: no service answers, or one refuses the token or has another reward."""
+
+        Raises:
+          RewardError: no service answers, or one refuses the token or has another reward.
+        """
         self._open()
         try:
             await self._connect()
@@ -116,7 +122,10 @@ class RewardClient:
         self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
     ) -> Judgement:
         """As `RewardPool.judge`.
-        Raises RewardTimeoutError, RewardError: the reward's own, in the words of the pool; or no service answered."""
+
+        Raises:
+          RewardTimeoutError, RewardError: the reward's own, in the words of the pool; or no service answered.
+        """
         request = pb.JudgeRequest(
             reward=self.reward, completion=completion, answer=answer, seen=json.dumps(dict(seen))
         )

@@ -43,7 +43,10 @@ def exact(completion: str, answer: str) -> float:
 
 def last_number(completion: str, answer: str) -> float:
     """1.0 when the completion's final number equals the answer's, else 0.0.
-    Raises ValueError: the answer holds no number."""
+
+    Raises:
+      ValueError: the answer holds no number.
+    """
     gold = final_number(answer)
     if gold is None:
         raise ValueError(f"gold answer {answer!r:.200} holds no number")

@@ -50,7 +50,10 @@ class PoolError(RewardError):
 @dataclasses.dataclass(eq=False, repr=False)
 class RewardPool:
     """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`.
-    Raises ValueError: a bound is broken."""
+
+    Raises:
+      ValueError: a bound is broken.
+    """
 
     reward: str  # a name in rewards.REWARDS, or "module:function"
     _: dataclasses.KW_ONLY
@@ -85,7 +88,10 @@ class RewardPool:
 
     async def start(self) -> None:
         """Starts the processes, within child.START_TIMEOUT_SECS.
-        Raises RewardError: the reward cannot be imported, or a process did not start."""
+
+        Raises:
+          RewardError: the reward cannot be imported, or a process did not start.
+        """
         try:
             starts = (self._start_process() for _ in range(self.num_processes))
             started = []

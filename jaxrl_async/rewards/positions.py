@@ -8,7 +8,8 @@ def positions(completion: str, answer: str) -> float:
 
     1.0 exactly when the two are equal up to surrounding white space. Missing and extra characters cost alike.
 
-    Raises ValueError: the answer is empty.
+    Raises:
+      ValueError: the answer is empty.
     """
     completion, answer = completion.strip(), answer.strip()
     if not answer:

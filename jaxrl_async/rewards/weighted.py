@@ -95,7 +95,10 @@ class WeightedSum:
 
     def __call__(self, completion: str, answer: str, **seen: Any) -> dict[str, float]:
         """The sum, each part, and the components that parts have themselves.
-        Raises ValueError: a part that is no finite number, or two components of one name."""
+
+        Raises:
+          ValueError: a part that is no finite number, or two components of one name.
+        """
         total = {"reward": 0.0}
         for component, weight, reward, asked in self._parts:
             said = judged(reward(completion, answer, **{name: seen[name] for name in asked}))

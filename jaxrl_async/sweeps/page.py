@@ -97,7 +97,10 @@ def score_interval(rows: Sequence[dict[str, float]], name: str) -> Interval:
 
 def read_results(sweep: Sweep, jobs: Sequence[Job]) -> list[Result]:
     """Results of the points, in their order; those of points that never ran are empty.
-    Raises ValueError: a damaged metrics.jsonl."""
+
+    Raises:
+      ValueError: a damaged metrics.jsonl.
+    """
     return [_result(point, job) for point, job in zip(sweep.points, jobs, strict=True)]
 
 

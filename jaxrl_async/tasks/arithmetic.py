@@ -22,7 +22,8 @@ class Arithmetic:
 
     A pair in test is in train neither as a+b nor as b+a.
 
-    Raises ValueError: an argument is outside its bounds.
+    Raises:
+      ValueError: an argument is outside its bounds.
     """
 
     num_digits: int  # in [1, 9]; operands of two or more digits do not start with 0

@@ -18,8 +18,11 @@ class CheckedTask:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, the same in every call.
-        Raises TypeError: the task gives something else than Examples, or texts that are none; ValueError: the split is
-        empty."""
+
+        Raises:
+          TypeError: the task gives something else than Examples, or texts that are none.
+          ValueError: the split is empty.
+        """
         if split not in self._splits:
             self._splits[split] = _checked(self._task.examples(split), split)
         return self._splits[split]

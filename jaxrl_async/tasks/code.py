@@ -60,7 +60,8 @@ class Code:
 
     A problem and its constant are in one split, under all names.
 
-    Raises ValueError: an argument is outside its bounds.
+    Raises:
+      ValueError: an argument is outside its bounds.
     """
 
     num_test: int  # held-out problems with their constants, each under one name

@@ -36,7 +36,11 @@ class Digest:
 
 def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest:
     """The digest of splits in this order, beside those of the files that they were read from.
-    Raises OSError: a file cannot be read; ValueError: metadata is no JSON."""
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: metadata is no JSON.
+    """
     hashes = {split: [_hash(example) for example in splits[split]] for split in splits}
     marks = {split: [one[:_MARK_CHARS] for one in found] for split, found in hashes.items()}
     digest = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
@@ -53,7 +57,10 @@ def file_of(workdir: pathlib.Path, name: str = "") -> pathlib.Path:
 
 def read(workdir: pathlib.Path, name: str = "") -> Digest | None:
     """The digest of the run in a workdir, or of a set; None where it has none, as those of earlier versions.
-    Raises DamagedError: the file is not as it was written."""
+
+    Raises:
+      DamagedError: the file is not as it was written.
+    """
     path = file_of(workdir, name)
     if not path.exists():
         return None

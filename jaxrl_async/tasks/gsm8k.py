@@ -34,7 +34,11 @@ class Problem:
 @dataclasses.dataclass(frozen=True)
 class Gsm8k:
     """The problems in DIRECTORY/train.jsonl and DIRECTORY/test.jsonl.
-    Raises FileNotFoundError: one of the files is missing; ValueError: the template does not contain "{question}"."""
+
+    Raises:
+      FileNotFoundError: one of the files is missing.
+      ValueError: the template does not contain "{question}".
+    """
 
     directory: str | os.PathLike
     template: str = TEMPLATE  # of a prompt; "{question}" is replaced
@@ -57,7 +61,10 @@ class Gsm8k:
 
     def examples(self, split: str) -> list[Example]:
         """The problems of a split, in the file's order.
-        Raises ValueError: a broken line; names file, line and what is wrong."""
+
+        Raises:
+          ValueError: a broken line; names file, line and what is wrong.
+        """
         problems = read_problems(self._path(check_split(split)))
         return [Example(self._prompt(p), p.answer) for p in problems]
 
@@ -76,7 +83,10 @@ class Gsm8k:
 
 def read_problems(path: str | os.PathLike) -> list[Problem]:
     """Reads a file of problems.
-    Raises ValueError: a broken line, or no line; names the file, the line and what is wrong."""
+
+    Raises:
+      ValueError: a broken line, or no line; names the file, the line and what is wrong.
+    """
     problems = []
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):

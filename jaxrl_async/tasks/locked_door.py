@@ -19,7 +19,10 @@ ROOMS = ("n", "e", "s", "w")
 @dataclasses.dataclass(frozen=True)
 class LockedDoors:
     """num_train and num_test games, numbered; one of the keys has the door's colour.
-    Raises ValueError: an argument is outside its bounds."""
+
+    Raises:
+      ValueError: an argument is outside its bounds.
+    """
 
     num_rooms: int  # in [2, 4]
     num_train: int

@@ -53,7 +53,10 @@ def held_out_prompts(
     task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int, split: str = "test"
 ) -> list[Prompt]:
     """The prompts of a split that fit, in the task's order; index is the position in the list.
-    Raises ValueError: no prompt fits."""
+
+    Raises:
+      ValueError: no prompt fits.
+    """
     return _fitting(task.examples(split), tokenizer, f"{split} prompts", max_prompt_tokens)
 
 
@@ -87,7 +90,10 @@ def demonstration_tokens(
 
 def completion_tokens(tokenizer: Tokenizer, completion: Turns) -> tuple[list[int], list[bool]]:
     """The ids [R] of a demonstration's completion, and which of them the policy writes.
-    Raises ValueError: it ends with an observation."""
+
+    Raises:
+      ValueError: it ends with an observation.
+    """
     tokens, own = [], []
     for place, text in enumerate(texts_of(completion)):
         is_turn = place % 2 == 0

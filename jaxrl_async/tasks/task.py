@@ -67,7 +67,10 @@ def messages_of(example: Example) -> tuple[Mapping[str, Any], ...]:
 
 def texts_of(completion: Turns) -> tuple[str, ...]:
     """The texts of a completion, turns of the policy at even places.
-    Raises ValueError: the last one is an observation."""
+
+    Raises:
+      ValueError: the last one is an observation.
+    """
     texts = (completion,) if isinstance(completion, str) else tuple(completion)
     if len(texts) % 2 == 0:
         raise ValueError(f"a demonstration must end with a turn of the policy, got {texts!r:.200}")

@@ -20,7 +20,10 @@ SEPARATOR = ">"  # ends a prompt, and marks where the answer begins
 @dataclasses.dataclass(frozen=True)
 class TokenReversal:
     """Sequences of num_tokens symbols to be written backwards, split at random into train and test.
-    Raises ValueError: an argument is outside its bounds."""
+
+    Raises:
+      ValueError: an argument is outside its bounds.
+    """
 
     num_tokens: int  # H ≥ 1, symbols in a sequence; M^H < 2^63
     num_symbols: int  # M in [2, 10]; symbols are the digits from "0"

@@ -58,12 +58,18 @@ class Tokenizer(Protocol):
 
     def encode_prompt(self, asked: Asked) -> list[int]:
         """The ids that the policy reads when it is asked a text or messages, up to where its answer begins.
-        Raises ValueError: as of `encode_chat`."""
+
+        Raises:
+          ValueError: as of `encode_chat`.
+        """
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids that the policy reads of a conversation, up to where its answer begins.
-        Raises ValueError: the chat template refuses; or there is none, and more than one message."""
+
+        Raises:
+          ValueError: the chat template refuses; or there is none, and more than one message.
+        """
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -72,7 +78,10 @@ class Tokenizer(Protocol):
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the files that `load_tokenizer` reads, all or none.
-        Raises FileExistsError: the directory exists with other files."""
+
+        Raises:
+          FileExistsError: the directory exists with other files.
+        """
         ...
 
     def hf_files(self) -> dict[str, bytes]:
@@ -177,7 +186,10 @@ class CharTokenizer:
 
     def __init__(self, alphabet: str):
         """Numbers the alphabet's characters from 2.
-        Raises ValueError: the alphabet is empty or holds a character twice."""
+
+        Raises:
+          ValueError: the alphabet is empty or holds a character twice.
+        """
         if not alphabet or len(set(alphabet)) != len(alphabet):
             raise ValueError(f"alphabet must be characters, each of them once, got {alphabet!r}")
         self._alphabet = alphabet
@@ -293,7 +305,10 @@ class HFTokenizer:
 
     def encode_prompt(self, asked: Asked) -> list[int]:
         """The ids of the chat template's rendering of messages, or of a user's; of the text, where there is none.
-        Raises ValueError: as of `encode_chat`."""
+
+        Raises:
+          ValueError: as of `encode_chat`.
+        """
         if not isinstance(asked, str):
             return self.encode_chat(asked)
         if not self._templates:
@@ -307,7 +322,10 @@ class HFTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         """The ids of the chat template's rendering of a conversation; of its one message, where there is no template.
-        Raises ValueError: the template refuses; or there is none, and more than one message."""
+
+        Raises:
+          ValueError: the template refuses; or there is none, and more than one message.
+        """
         if not self._templates:
             return self.encode_prompt(_only_message(messages))
         return self.encode(self._rendered(messages, tools, has_tools=bool(tools)))
@@ -452,7 +470,10 @@ class InstructedTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ):
         """Takes them as they are; "" or () for none.
-        Raises ValueError: a system prompt or tools, and no chat template to write them."""
+
+        Raises:
+          ValueError: a system prompt or tools, and no chat template to write them.
+        """
         if not getattr(tokenizer, "has_chat_template", False):
             lacks = "a chat template, which this tokenizer has not: set tokenizer.chat_template to a Jinja file"
             if tools:
@@ -470,7 +491,10 @@ class InstructedTokenizer:
 
     def encode_prompt(self, asked: Asked) -> list[int]:
         """The ids of system prompt, instruction and question, which is the last message.
-        Raises ValueError: the chat template refuses; or there are two system prompts."""
+
+        Raises:
+          ValueError: the chat template refuses; or there are two system prompts.
+        """
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*asked]
         messages[-1] = {**messages[-1], "content": self._instruction + messages[-1]["content"]}
         if not self._system and not self._tools:

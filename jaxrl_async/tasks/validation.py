@@ -37,7 +37,10 @@ class WithValidation:
 
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, "train", "validation" or "test", in the task's order.
-        Raises ValueError: no such split, or fewer than `num` questions would remain in the one that gives."""
+
+        Raises:
+          ValueError: no such split, or fewer than `num` questions would remain in the one that gives.
+        """
         if split == "validation":
             return [e for e in self._task.examples(self._source) if self._key(e.text) in self._keys]
         examples = self._task.examples(split)

@@ -26,7 +26,11 @@ MAX_DIGITS = 6
 
 @dataclasses.dataclass(frozen=True)
 class WordProblems:
-    """num_train and num_test problems, no two of them alike. Raises ValueError: an argument is outside its bounds."""
+    """num_train and num_test problems, no two of them alike.
+
+    Raises:
+      ValueError: an argument is outside its bounds.
+    """
 
     num_digits: int  # of each number, in [2, 6]
     num_train: int

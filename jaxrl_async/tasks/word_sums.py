@@ -22,7 +22,8 @@ class WordSums:
 
     A sum in test is in train neither as a plus b nor as b plus a.
 
-    Raises ValueError: an argument is outside its bounds.
+    Raises:
+      ValueError: an argument is outside its bounds.
     """
 
     max_number: int  # the largest operand, in [1, 99]

@@ -67,7 +67,11 @@ def score_engine(
     temperature: float,
 ) -> dict[str, float]:
     """Scores the weights of a started engine; arguments as of `Evaluator`, the row as of `score`.
-    Raises EvaluationError: the engine died, or is stuck; RewardError: the pool did not start."""
+
+    Raises:
+      EvaluationError: the engine died, or is stuck.
+      RewardError: the pool did not start.
+    """
 
     async def run() -> dict[str, float]:
         engine_client = EngineClient(engine)
@@ -99,8 +103,11 @@ class EngineClient:
         self, sampling: Mapping[str, Any], tokens: Sequence[int], **overrides: Any
     ) -> Completion:
         """Continues token ids [T]; `overrides` replace sampling parameters, by SGLang's names.
-        Raises InvalidRequestError: the engine does not take these tokens or parameters; EvaluationError: the engine
-        died, or ended no request for ENGINE_TIMEOUT_SECS."""
+
+        Raises:
+          InvalidRequestError: the engine does not take these tokens or parameters.
+          EvaluationError: the engine died, or ended no request for ENGINE_TIMEOUT_SECS.
+        """
         rid, ids = next(self._rids), np.array(tokens, np.int32)
         request = engines.Request(rid, ids, parse_sampling(sampling | overrides))
         async with self._places:

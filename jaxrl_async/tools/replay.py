@@ -165,8 +165,10 @@ def steps_of(
     known: Collection[int],
 ) -> int:
     """The last step of a replay from `first`; `known` has the run's checkpoints.
-    Raises ReplayError: the journal contradicts itself, lacks a step or, without `until`, ends before the last
-    checkpoint."""
+
+    Raises:
+      ReplayError: the journal contradicts itself, lacks a step or, without `until`, ends before the last checkpoint.
+    """
     if damage := {name: found[:5] for name, found in reader.audit().items() if found}:
         raise ReplayError(f"{journal} contradicts itself, {damage}: restore a copy of it")
     steps = set(reader.steps())

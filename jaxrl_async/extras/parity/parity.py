@@ -288,7 +288,10 @@ def read_checkpoint(
     directory: str | pathlib.Path, dtype: str, adapter: str | pathlib.Path | None = None
 ) -> tuple[transformer.ModelConfig, dict[str, Any] | None]:
     """The shape of a checkpoint's model, and the manifest of its adapter or itself, None where it has none.
-    Raises ParityError: it is no checkpoint, or of an unknown model."""
+
+    Raises:
+      ParityError: it is no checkpoint, or of an unknown model.
+    """
     directory = pathlib.Path(directory)
     try:
         config, pushed = hf.read_config(directory, dtype=dtype, remat=False), directory
@@ -309,7 +312,10 @@ def read_params(
     adapter: str | pathlib.Path | None = None,
 ) -> nnx.State:
     """The weights of a checkpoint, and of an adapter beside it, float32, on the device.
-    Raises ParityError: they cannot be read, or are of another shape."""
+
+    Raises:
+      ParityError: they cannot be read, or are of another shape.
+    """
     try:
         params = hf.from_tensors(hf.read_tensors(directory), config)
         if adapter:

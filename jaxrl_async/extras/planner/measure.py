@@ -112,7 +112,8 @@ def server_rates(alone_secs: float, among_secs: float, num_requests: int) -> dic
 
     alone = 1/r + 1/s and among = 1/r + n/s, so 1/s = (among − alone)/(n − 1).
 
-    Raises MeasureError: the times are not positive, or num_requests < 2.
+    Raises:
+      MeasureError: the times are not positive, or num_requests < 2.
     """
     if not (0 < alone_secs < math.inf and 0 < among_secs < math.inf and num_requests > 1):
         raise MeasureError(
@@ -130,7 +131,8 @@ def of_run(rows: Sequence[Mapping[str, float]], completions: int) -> dict[str, f
     Its seconds of work, without waits and checkpoints, are step_secs + token_secs · completion tokens, by least
     squares; neither is negative.
 
-    Raises MeasureError: fewer than three steps behind the WARM_STEPS.
+    Raises:
+      MeasureError: fewer than three steps behind the WARM_STEPS.
     """
     rows = rows[WARM_STEPS:]
     if len(rows) < 3:

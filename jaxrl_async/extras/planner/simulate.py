@@ -168,7 +168,10 @@ _LIMIT_STEPS = 100  # of each of these simulations, at most
 
 def limit_of(plan: Plan, lengths: Lengths) -> Limit:
     """Relaxes one bound after the other, twofold, and simulates the first steps of each.
-    Raises ValueError, StallError: as of `simulate`."""
+
+    Raises:
+      ValueError, StallError: as of `simulate`.
+    """
     num_steps = min(plan.num_steps, _LIMIT_STEPS)
     warm_steps = min(plan.warm_steps, num_steps // 2)
     plan = dataclasses.replace(plan, num_steps=num_steps, warm_steps=warm_steps)
@@ -290,7 +293,10 @@ def _distribution(name: str, spec: str, others: Sequence[str] = ()) -> Lengths:
 
 def measured(rows: Sequence[Sequence[float]]) -> Lengths:
     """Draws measured groups whole, with replacement.
-    Raises ValueError (when drawn from): the groups have another size."""
+
+    Raises:
+      ValueError (when drawn from): the groups have another size.
+    """
     table = np.asarray(rows, np.float64)
 
     def draw(rng: np.random.Generator, num_groups: int, group_size: int) -> np.ndarray:
@@ -303,8 +309,11 @@ def measured(rows: Sequence[Sequence[float]]) -> Lengths:
 
 def journal_lengths(path: str | pathlib.Path) -> list[list[int]]:
     """The completion lengths of every group of a journal, in the order of training.
-    Raises JournalError: no journal, a queue that has it open, or forgotten groups; ValueError: no group was trained
-    on."""
+
+    Raises:
+      JournalError: no journal, a queue that has it open, or forgotten groups.
+      ValueError: no group was trained on.
+    """
     reader = JournalReader(path)
     try:
         groups = (reader[i] for i in range(len(reader)))

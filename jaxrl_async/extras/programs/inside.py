@@ -166,7 +166,10 @@ def send(channel: socket.socket, message: dict) -> None:
 
 def receive(channel: socket.socket) -> dict | None:
     """Reads a message; None where the peer has closed the channel.
-    Raises SandboxError: it is longer than MAX_REQUEST_BYTES."""
+
+    Raises:
+      SandboxError: it is longer than MAX_REQUEST_BYTES.
+    """
     (length,) = struct.unpack("<I", _exactly(channel, 4) or bytes(4))
     if length > MAX_REQUEST_BYTES:
         raise SandboxError(

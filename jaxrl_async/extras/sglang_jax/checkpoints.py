@@ -78,7 +78,10 @@ def check_checkpoint(directory: str | os.PathLike, served: Mapping[str, Any]) ->
 
 def read_headers(directory: pathlib.Path) -> dict[str, TensorEntry]:
     """Every tensor of every *.safetensors file of a directory, by name.
-    Raises ValueError: no file, one that is truncated or no safetensors file, or a name in two files."""
+
+    Raises:
+      ValueError: no file, one that is truncated or no safetensors file, or a name in two files.
+    """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise WeightsError(f"no *.safetensors file in {directory}")

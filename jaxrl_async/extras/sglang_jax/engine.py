@@ -206,7 +206,10 @@ class SchedulerMixin:
 
     def swap(self, weights: Weights, version: str, flush_cache: bool) -> int:
         """Serves these weights from the next step on; returns the number of held requests.
-        Raises WeightsError: flush_cache while requests are paused in place; nothing has changed."""
+
+        Raises:
+          WeightsError: flush_cache while requests are paused in place; nothing has changed.
+        """
         from flax import nnx
 
         began, was_paused = time.perf_counter(), self._engine_paused
@@ -435,7 +438,10 @@ class TokenizerManagerMixin:
 
 def check_prompt(prompt: Any, *, vocab_size: int, max_tokens: int) -> None:
     """Refuses token ids beyond the vocabulary, on which upstream crashes or reads another row of the embedding.
-    Raises RequestError: names the value and the bound."""
+
+    Raises:
+      RequestError: names the value and the bound.
+    """
     if not isinstance(prompt, list) or not prompt:
         raise RequestError(f"input_ids is empty: a prompt has 1 to {max_tokens} tokens")
     if len(prompt) > max_tokens:
@@ -467,7 +473,10 @@ class WeightsLoader:
 
     def __call__(self, directory: str | os.PathLike) -> Weights:
         """Reads a directory in Hugging Face's layout. From any thread; one waits for the other.
-        Raises WeightsError: damaged files, or weights of another model than the served one."""
+
+        Raises:
+          WeightsError: damaged files, or weights of another model than the served one.
+        """
         with self._lock:
             return self._read(directory)
 
