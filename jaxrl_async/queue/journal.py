@@ -100,6 +100,7 @@ CREATE TABLE publications (
 """
 # Since format 2.
 _OPEN = "state NOT IN ('trained', 'retired')"
+_OPEN_INDEXES = f"SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN}"
 _TOTALS = f"""
 CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
@@ -269,8 +270,7 @@ class Journal:
         """
         with self._using, _named(self._path):
             c = self._connection
-            drawn = (json.dumps(new_run_id()),)
-            c.execute("INSERT OR IGNORE INTO meta (key, value) VALUES ('run_id', ?)", drawn)
+            _insert(c, "meta", [("run_id", json.dumps(new_run_id()))], "OR IGNORE")
             meta = _meta(c)
             return Identity(meta["run_id"], meta.get("generation", 0)), meta.get("nonce", "")
 
@@ -287,9 +287,8 @@ class Journal:
 
     async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
         """Permits were issued while `version` was the published one."""
-        rows = [(p.prompt_index, p.attempt, worker, version) for p in permits]
-        query = f"INSERT OR REPLACE INTO permits ({_CHECKED['permits']}) VALUES (?, ?, 'running', '', ?, 0, ?)"
-        await self._change(lambda c: c.executemany(query, rows))
+        rows = [(p.prompt_index, p.attempt, "running", "", worker, 0, version) for p in permits]
+        await self._change(lambda c: _insert(c, "permits", rows, "OR REPLACE"))
 
     async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
         """A group was submitted, and is held."""
@@ -320,10 +319,7 @@ class Journal:
         state, last = ("retired", attempt) if outcome == "retired" else ("reissue", attempt + 1)
 
         def write(c: sqlite3.Connection) -> None:
-            c.execute(
-                "INSERT INTO returns (prompt_index, attempt, reason, unix_time) VALUES (?, ?, ?, ?)",
-                (index, attempt, reason, time.time()),
-            )
+            _insert(c, "returns", [(index, attempt, reason, time.time())])
             c.execute(
                 "UPDATE permits SET attempt = ?, state = ?, reason = ? WHERE prompt_index = ?",
                 (last, state, retired_as if state == "retired" else "", index),
@@ -345,17 +341,16 @@ class Journal:
 
         def write(c: sqlite3.Connection) -> None:
             if new:
-                c.execute(f"INSERT INTO chunks ({_CHECKED['chunks']}) VALUES (?, ?, ?, ?)", row)
+                _insert(c, "chunks", [row])
                 _set_states(c, "leased", fixed.indexes)
 
         await self._change(write)
 
     async def committed(self, resume_point: ResumePoint, indexes: Sequence[int]) -> None:
         """A step was committed, trained on the groups with these indexes."""
-        row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
 
         def write(c: sqlite3.Connection) -> None:
-            c.execute(f"INSERT INTO commits ({_CHECKED['commits']}) VALUES (?, ?, ?)", row)
+            _insert(c, "commits", [_commit_row(resume_point)])
             _set_states(c, "trained", indexes)
 
         await self._change(write)
@@ -377,17 +372,11 @@ class Journal:
             if servers is not None:
                 _set_meta(c, "servers", servers)
             if resume_point is not None:
-                text = json.dumps(resume_point.to_json())
-                row = (resume_point.step, text, time.time())
-                c.execute(f"INSERT INTO commits ({_CHECKED['commits']}) VALUES (?, ?, ?)", row)
-                rows = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
-                into = f"INSERT INTO permits ({_CHECKED['permits']})"
-                c.executemany(f"{into} VALUES (?, ?, 'reissue', '', '', 0, NULL)", rows)
-                c.execute("INSERT INTO meta (key, value) VALUES ('start', ?)", (text,))
-            c.execute(
-                "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, ?, ?)",
-                (version, run_epoch, time.time()),
-            )
+                _insert(c, "commits", [row := _commit_row(resume_point)])
+                out = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
+                _insert(c, "permits", [(*p, "reissue", "", "", 0, None) for p in out])
+                _insert(c, "meta", [("start", row[1])])
+            _insert(c, "publications", [(version, run_epoch, time.time())])
 
         await self._change(write)
 
@@ -700,38 +689,28 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     _check(c, path, "commits", "step = (SELECT MAX(step) FROM commits)")
     _check(c, path, "chunks", "step > (SELECT COALESCE(MAX(step), 0) FROM commits)")
     _check(c, path, "publications", "id = (SELECT MAX(id) FROM publications)")
-    _check(
-        c,
-        path,
-        "permits",
-        f"prompt_index IN (SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN})",
-    )
-    start = _meta(c).get("start")
+    _check(c, path, "permits", f"prompt_index IN ({_OPEN_INDEXES})")
+    meta, totals = _meta(c), _totals(c)
+    start = meta.get("start")
     base = ResumePoint.from_json(start) if start else ResumePoint(0, 0, (), {}, {})
     last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
     resume_point = ResumePoint.from_json(json.loads(last[0])) if last else base
     (newest,) = c.execute("SELECT MAX(prompt_index) FROM permits").fetchone()
     rows = c.execute(
-        f"SELECT prompt_index, attempt, state, worker, version FROM permits INDEXED BY open_permits WHERE {_OPEN} "
-        "ORDER BY prompt_index"
+        "SELECT prompt_index, permits.attempt, state, worker, version, arrival FROM permits INDEXED BY open_permits "
+        f"LEFT JOIN groups USING (prompt_index) WHERE {_OPEN} ORDER BY prompt_index"
     ).fetchall()
     by_state: dict[str, list] = collections.defaultdict(list)
-    for index, attempt, state, worker, version in rows:
+    order = {}  # of the groups that are here
+    for index, attempt, state, worker, version, arrival in rows:
         by_state[state].append((Permit(index, attempt), worker, version))
-    totals = _totals(c)
-    order = {}
-    for permit, *_ in (*by_state["held"], *by_state["leased"]):
-        arrival = c.execute(
-            "SELECT arrival FROM groups WHERE prompt_index = ?", (permit.prompt_index,)
-        ).fetchone()
-        if arrival is not None:
-            order[permit.prompt_index] = arrival[0]
-    messages = {i: _message(c, path, i) for i in order}
-    here = {p.prompt_index for s in ("held", "leased") for p, *_ in by_state[s]}
-    if here != set(messages):
+        if state in ("held", "leased"):
+            order[index] = arrival
+    if lost := [index for index, arrival in order.items() if arrival is None]:
         raise JournalError(
-            f"journal {path}: the groups of prompt_index {sorted(here ^ set(messages))[:5]} are missing; {_REMEDY}"
+            f"journal {path}: the groups of prompt_index {lost[:5]} are missing; {_REMEDY}"
         )
+    messages = {i: _message(c, path, i) for i in order}
 
     def sized(state: str) -> tuple[tuple[Permit, int], ...]:
         permits = sorted((p for p, *_ in by_state[state]), key=lambda p: order[p.prompt_index])
@@ -756,7 +735,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         leased=sized("leased"),
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
     )
-    servers = [tuple(record) for record in _meta(c).get("servers", [])]
+    servers = [tuple(record) for record in meta.get("servers", [])]
     return Recovered(state, messages, run_epoch, totals.get("completion_tokens", 0), servers)
 
 
@@ -781,8 +760,7 @@ def _copy(c: sqlite3.Connection, into: sqlite3.Connection, step: int) -> None:
     for (sql,) in c.execute(query):
         into.execute(sql)
     later = "SELECT value FROM chunks, json_each(prompt_indexes) WHERE step > :step"
-    waiting = f"SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN}"
-    where = {"groups": f" WHERE prompt_index IN ({later} UNION {waiting})"}
+    where = {"groups": f" WHERE prompt_index IN ({later} UNION {_OPEN_INDEXES})"}
     for table in (*_CHECKED, "groups"):
         rows = c.execute(f"SELECT * FROM {table}{where.get(table, '')}", {"step": step})
         marks = ", ".join("?" * len(rows.description))
@@ -815,6 +793,17 @@ def _decode(message: bytes) -> Group:
 def _set_states(c: sqlite3.Connection, state: str, indexes: Sequence[int]) -> None:
     rows = [(state, index) for index in indexes]
     c.executemany("UPDATE permits SET state = ? WHERE prompt_index = ?", rows)
+
+
+def _insert(c: sqlite3.Connection, table: str, rows: Sequence[tuple], conflict: str = "") -> None:
+    """Rows of all columns of a table of _CHECKED, but its `id`."""
+    columns = _CHECKED[table].removeprefix("id, ")
+    marks = ", ".join("?" * len(columns.split(", ")))
+    c.executemany(f"INSERT {conflict} INTO {table} ({columns}) VALUES ({marks})", rows)
+
+
+def _commit_row(resume_point: ResumePoint) -> tuple[int, str, float]:
+    return resume_point.step, json.dumps(resume_point.to_json()), time.time()
 
 
 def _run_script(c: sqlite3.Connection, script: str) -> None:
@@ -872,8 +861,7 @@ def _counts(totals: Mapping[str, int], prefix: str, base: Mapping[str, int]) -> 
 
 
 def _set_meta(c: sqlite3.Connection, key: str, value: Any) -> None:
-    row = (key, json.dumps(value))
-    c.execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", row)
+    _insert(c, "meta", [(key, json.dumps(value))], "OR REPLACE")
 
 
 def _meta(c: sqlite3.Connection) -> Mapping[str, Any]:
