@@ -264,15 +264,15 @@ class Admission:
 
     def permits_of(self, worker: str) -> list[Permit]:
         """The running permits of a worker, ascending."""
-        running = self._running.items()
-        return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
+        return self._out_to({worker})
 
     def orphans(self) -> list[Permit]:
         """The running permits of workers that have left, ascending. Their attempt is the same for who takes them."""
-        if not self._left:
-            return []
+        return self._out_to(self._left) if self._left else []
+
+    def _out_to(self, workers: Collection[str]) -> list[Permit]:
         running = self._running.items()
-        return sorted(Permit(i, r.attempt) for i, r in running if r.worker in self._left)
+        return sorted(Permit(i, r.attempt) for i, r in running if r.worker in workers)
 
     def check_versions(self, permit: Permit, oldest: int, newest: int) -> str | None:
         """The reason to refuse a submitted group for the versions that sampled it; None to take it.

@@ -169,9 +169,8 @@ class _Grpc:
                 f"{details}"
             )
         if "WRONG_VERSION_NUMBER" in details:
-            return QueueError(
-                f"the queue {address} speaks no TLS, and queue.tls_ca is set: {details}"
-            )
+            where = f"the queue {address} speaks no TLS"
+            return QueueError(f"{where}, and queue.tls_ca is set: {details}")
         lost = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" not in details
         if lost and self._credentials is None and security.speaks_tls(address):
             return QueueError(f"the queue {address} speaks TLS: set queue.tls_ca")
@@ -205,10 +204,9 @@ class _Grpc:
             "name the variable that holds it. A run that made its own has it in WORKDIR/keys, for its user alone"
         )
 
-    def _no_answer(self, limit_secs: float) -> ConnectionError:
-        return ConnectionError(
-            f"no trajectory queue answers at {self.address} within {limit_secs:g} s: is its role up?"
-        )
+    def _no_answer(self, secs: float) -> ConnectionError:
+        where = f"no trajectory queue answers at {self.address}"
+        return ConnectionError(f"{where} within {secs:g} s: is its role up?")
 
     def _log_lost(self, error: grpc.RpcError) -> None:
         log.debug("a report to the queue %s is lost: %s", self.address, error.details())
@@ -225,8 +223,7 @@ class GrpcCalls(_Grpc):
             while True:
                 left = max(deadline - time.monotonic(), 1e-3)
                 try:
-                    status = await self._send("Status", pb.StatusRequest(), left)
-                    return status.run_id
+                    return (await self._send("Status", pb.StatusRequest(), left)).run_id
                 except grpc.RpcError as error:
                     await asyncio.to_thread(self._check_first, error, deadline)
                 await asyncio.sleep(RETRY_SECS)
@@ -342,12 +339,11 @@ class Glance:
 
     def __call__(self) -> QueueStatus | None:
         """The status of the queue; None where it does not answer within GLANCE_SECS."""
-        request = pb.StatusRequest()
+        how = {"timeout": GLANCE_SECS, "metadata": self._metadata}
         try:
-            reply = self._stub.Status(request, timeout=GLANCE_SECS, metadata=self._metadata)
+            return wire.decode_status(self._stub.Status(pb.StatusRequest(), **how))
         except grpc.RpcError:
             return None
-        return wire.decode_status(reply)
 
     def close(self) -> None:
         self._channel.close()

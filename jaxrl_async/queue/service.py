@@ -248,9 +248,10 @@ class QueueService:
                 admissible = self.admission.admissible_at(self.clock())
                 return bool(self._failure or admissible or self.admission.orphans())
 
-            description = f"admit of up to {count} permits"
             with contextlib.suppress(TimeoutError):
-                await self._until(ready, request.wait_secs, lambda: description)
+                await self._until(
+                    ready, request.wait_secs, lambda: f"admit of up to {count} permits"
+                )
             self._check_failure()
             permits = self.admission.orphans()[:count]
         if permits:
@@ -557,7 +558,7 @@ class QueueService:
         self._published = asyncio.Event()
 
     def _encode_fleet(self, servers: Sequence[ServerRecord] = ()) -> pb.FleetReply:
-        records, run_id = wire.encode_servers(servers), self._identity.run_id
+        records, run_id = wire.encode_servers(servers), self.run_id
         return pb.FleetReply(servers=records, v_pub=self.admission.v_pub, run_id=run_id)
 
     def _take_failure(self, request: pb.RoleReport) -> None:
@@ -629,30 +630,30 @@ def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
 
     def behavior_of(method: MethodDescriptor) -> Callable:
         call, parse = getattr(service, method.name), rpc.parser(method.input_type)
-        if method.server_streaming:
-            return _streaming(service, call, parse)
-        return _unary(service, call, parse, method.name == "Push")
+
+        async def unary(raw: bytes, context: grpc.aio.ServicerContext):
+            async with _refusals(service, context):
+                return await (call(parse(raw), raw) if method.name == "Push" else call(parse(raw)))
+
+        async def streaming(raw: bytes, context: grpc.aio.ServicerContext):
+            async with _refusals(service, context):
+                async for reply in call(parse(raw)):
+                    yield reply
+
+        return streaming if method.server_streaming else unary
 
     return rpc.handlers(pb.DESCRIPTOR.services_by_name["TrajectoryQueue"], behavior_of)
 
 
-def _unary(
-    service: QueueService, call: Callable, parse: Callable[[bytes], Any], with_raw: bool
-) -> Callable:
-    async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
-        async with _refusals(service, context):
-            return await (call(parse(raw), raw) if with_raw else call(parse(raw)))
-
-    return behavior
-
-
-def _streaming(service: QueueService, call: Callable, parse: Callable[[bytes], Any]) -> Callable:
-    async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
-        async with _refusals(service, context):
-            async for reply in call(parse(raw)):
-                yield reply
-
-    return behavior
+_STATUSES = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    protobuf.DecodeError: grpc.StatusCode.INVALID_ARGUMENT,
+    JournalError: grpc.StatusCode.INTERNAL,
+    RunFailedError: grpc.StatusCode.ABORTED,
+    OrderError: grpc.StatusCode.FAILED_PRECONDITION,
+    SupersededError: grpc.StatusCode.FAILED_PRECONDITION,
+    TimeoutError: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
 
 
 @contextlib.asynccontextmanager
@@ -662,21 +663,11 @@ async def _refusals(
     """Answers a refused call with the status that fits its error."""
     try:
         yield
-    except (ValueError, protobuf.DecodeError) as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _short(error))
-    except JournalError as error:
-        await context.abort(grpc.StatusCode.INTERNAL, _short(error))
-    except RunFailedError as error:
-        await context.abort(grpc.StatusCode.ABORTED, _short(error))
-    except (OrderError, SupersededError) as error:
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
-    except TimeoutError as error:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _short(error))
+    except tuple(_STATUSES) as error:
+        text = str(error)
+        status = next(_STATUSES[of] for of in type(error).__mro__ if of in _STATUSES)
+        short = text[:MAX_DETAIL_CHARS] + "…" * (len(text) > MAX_DETAIL_CHARS)
+        await context.abort(status, short)
     except MemoryError as error:
         service.error = error
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the queue is out of memory")
-
-
-def _short(error: Exception) -> str:
-    text = str(error)
-    return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"

@@ -152,9 +152,8 @@ def check_message(
       InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
     """
     check_outline(message, group_size=group_size, max_tokens=max_tokens)
-    counts = np.frombuffer(
-        message.kept_counts[: len(message.kept_counts) // 2 * 2], KEPT_COUNT_DTYPE
-    )
+    raw = message.kept_counts
+    counts = np.frombuffer(raw[: len(raw) // 2 * 2], KEPT_COUNT_DTYPE)
     if (most := int(counts.max(initial=0))) > record.max_kept:  # Before memory is taken for them.
         where = f"prompt_index {message.permit.prompt_index}"
         _refuse(f"{where}: a token has {most} kept ids, the run's bound is {record.max_kept}")
@@ -215,23 +214,20 @@ def completion_lengths(message: pb.Group) -> list[int]:
 
 def check_admit(message: pb.AdmitRequest) -> None:
     """Checks the sizes of a request for permits."""
-    _check_text("worker", message.worker, MAX_NAME_CHARS)
-    _check_text("instance", message.instance, MAX_NAME_CHARS)
-    _check_size("working_on", message.working_on, MAX_ENTRIES)
+    _check(message, worker=MAX_NAME_CHARS, instance=MAX_NAME_CHARS, working_on=MAX_ENTRIES)
 
 
 def check_return(message: pb.ReturnRequest) -> None:
     """Checks the sizes of a return."""
-    _check_text("reason", message.reason, MAX_NAME_CHARS)
-    _check_text("detail", message.detail, MAX_TEXT_CHARS)
-    _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
+    bounds = {"detail": MAX_TEXT_CHARS, "completion_tokens": MAX_ENTRIES}
+    _check(message, reason=MAX_NAME_CHARS, **bounds)
 
 
 def check_begin(message: pb.BeginRequest) -> None:
     """Checks the size of a learner's nonce."""
     if not message.nonce:
         raise ValueError("nonce is empty: a learner gives one of its own")
-    _check_text("nonce", message.nonce, MAX_NAME_CHARS)
+    _check(message, nonce=MAX_NAME_CHARS)
 
 
 def check_publish(message: pb.PublishRequest) -> None:
@@ -254,21 +250,15 @@ def check_publish(message: pb.PublishRequest) -> None:
 
 def check_report(message: pb.RoleReport) -> None:
     """Checks the sizes of a role's report."""
-    _check_text("role", message.role, MAX_NAME_CHARS)
-    _check_size("waits", message.waits, MAX_WAITS)
+    _check(message, role=MAX_NAME_CHARS, waits=MAX_WAITS, secs=MAX_REASONS)
     for wait in message.waits:
         _check_text("waits.what", wait.what, MAX_TEXT_CHARS)
         _check_text("waits.on", wait.on, MAX_TEXT_CHARS)
-        if not 0 <= wait.secs < float("inf"):
-            raise ValueError(f"secs of a wait must be finite and ≥ 0, got {wait.secs}")
-    _check_size("secs", message.secs, MAX_REASONS)
+        _check_secs("a wait", wait.secs)
     for what, secs in message.secs.items():
         _check_text("a key of secs", what, MAX_NAME_CHARS)
-        if not 0 <= secs < float("inf"):
-            raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
-    _check_text("failure", message.failure, MAX_TEXT_CHARS)
-    _check_text("leaving", message.leaving, MAX_NAME_CHARS)
-    _check_size("loads", message.loads, MAX_SERVERS)
+        _check_secs(repr(what), secs)
+    _check(message, failure=MAX_TEXT_CHARS, leaving=MAX_NAME_CHARS, loads=MAX_SERVERS)
     for address, load in message.loads.items():
         _check_text("an address of loads", address, MAX_NAME_CHARS)
         if load > MAX_LOAD:
@@ -310,15 +300,12 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
     """
     for message in messages:
         _check_text("the address of a server", message.address, MAX_NAME_CHARS)
+        where = f"server {message.address}"
         if message.state not in SERVER_STATES:
-            raise ValueError(
-                f"server {message.address}: state {message.state!r:.80} is none of "
-                f"{', '.join(SERVER_STATES)}"
-            )
-        if not 0 <= message.speed < float("inf"):
-            raise ValueError(
-                f"server {message.address}: speed must be finite and > 0, got {message.speed}"
-            )
+            known = ", ".join(SERVER_STATES)
+            raise ValueError(f"{where}: state {message.state!r:.80} is none of {known}")
+        if not 0 <= message.speed < math.inf:
+            raise ValueError(f"{where}: speed must be finite and > 0, got {message.speed}")
     return tuple(
         ServerRecord(m.address, m.state, _optional(m, "version"), m.speed or 1.0, m.load)
         for m in messages
@@ -347,8 +334,8 @@ def decode_waits(messages: Sequence[pb.Wait]) -> tuple[Wait, ...]:
 
 
 def decode_status(message: pb.StatusReply) -> QueueStatus:
-    names = [field.name for field in dataclasses.fields(QueueStatus)]
-    values: dict[str, Any] = {name: getattr(message, name) for name in names}
+    fields = dataclasses.fields(QueueStatus)
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields}
     values |= {name: _optional(message, name) for name in ("v_pub", "last_push_age_secs")}
     values |= {name: dict(values[name]) for name in ("returned", "retired", "lengths", "details")}
     roles = tuple(
@@ -466,16 +453,9 @@ def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
         return True
     if message.num_rows:  # One by one.
         return False
-    start = 0
-    fields = zip(
-        _turns(message), message.lengths, message.prompt_lengths, message.rewards, strict=True
-    )
-    for turns, length, prompt_length, reward in fields:
-        part = mask[start : start + length]
-        if turns and types.turns_problem(turns, prompt_length, part, reward):
-            return False
-        start += length
-    return True
+    parts = np.split(mask, np.cumsum(message.lengths)[:-1])
+    fields = zip(_turns(message), message.prompt_lengths, parts, message.rewards, strict=True)
+    return not any(turns and types.turns_problem(turns, *rest) for turns, *rest in fields)
 
 
 def _num_rows(message: pb.Group) -> Sequence[int]:
@@ -490,12 +470,10 @@ def _fields(message: pb.Group) -> list[dict[str, Any]]:
     """The fields of each trajectory, but for its arrays; the rows of a sample share its reward and components."""
     nums, num = _num_rows(message), len(message.lengths)
     for name, needed in (("prompt_lengths", num), ("rewards", len(nums)), ("finish_reasons", num)):
-        if len(getattr(message, name)) != needed:
-            found = len(getattr(message, name))
+        if (found := len(getattr(message, name))) != needed:
             _refuse(f"{name} has {found} entries, lengths has {num} of {len(nums)} samples")
-    components = _components(message)
+    components, turns = _components(message), _turns(message)
     sample_of = np.repeat(np.arange(len(nums)), nums).tolist()
-    turns = _turns(message)
     return [
         {
             "prompt_length": message.prompt_lengths[row],
@@ -568,6 +546,13 @@ def _optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
 
 
+def _check(message: Any, **bounds: int) -> None:
+    """The lengths of texts and lists of a message."""
+    for name, bound in bounds.items():
+        value = getattr(message, name)
+        (_check_text if isinstance(value, str) else _check_size)(name, value, bound)
+
+
 def _check_text(name: str, text: str, bound: int) -> None:
     if len(text) > bound:
         raise ValueError(f"{name} has at most {bound} characters, got {len(text)}: {text[:40]!r}…")
@@ -576,6 +561,11 @@ def _check_text(name: str, text: str, bound: int) -> None:
 def _check_size(name: str, items: Sized, bound: int) -> None:
     if len(items) > bound:
         raise ValueError(f"{name} has at most {bound} entries, got {len(items)}")
+
+
+def _check_secs(what: str, secs: float) -> None:
+    if not 0 <= secs < math.inf:
+        raise ValueError(f"secs of {what} must be finite and ≥ 0, got {secs}")
 
 
 def _check_number(name: str, value: int, bound: int) -> None:
