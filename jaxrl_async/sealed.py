@@ -34,6 +34,18 @@ def unsealed(found: Any) -> dict[str, Any]:
     return values
 
 
+def write(path: pathlib.Path, values: Mapping[str, Any]) -> None:
+    """Writes an object with its seal, as of `replace`."""
+    replace(path, json.dumps(sealed(values), indent=2))
+
+
+def replace(path: pathlib.Path, text: str) -> None:
+    """Writes a file; who reads it meanwhile has the one before, in full."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def read(path: pathlib.Path, *, remedy: str, keys: Collection[str] = (), kind: type = dict) -> Any:
     """The object in a file, or with `kind` list its objects, without seals.
 

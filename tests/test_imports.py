@@ -141,7 +141,7 @@ MAY_IMPORT["roles"] = {
     "versions",
 }
 MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "parts", "runtime"}
-MAY_IMPORT["pods"] = {"config", "queue", "runtime", "security"}
+MAY_IMPORT["pods"] = {"config", "queue", "runtime", "sealed", "security"}
 MAY_IMPORT["tools"] = {
     "config",
     "evaluation",

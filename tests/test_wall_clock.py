@@ -33,7 +33,7 @@ LABELS = {
     "metrics.py": 1,  # of a row
     "pods/remote.py": 2,  # of a host's clock beside this one's, which is a refusal
     "pods/survey.py": 1,  # the other
-    "queue/journal.py": 4,  # of rows
+    "queue/journal.py": 3,  # of rows
     "report/page.py": 1,  # the end of a run
     "roles/start.py": 1,  # the name of a workdir
     "rollout/chat.py": 1,  # "created" of OpenAI's answers

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import tqdm
 
-from jaxrl_async import security
+from jaxrl_async import sealed, security
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import survey
@@ -419,15 +419,11 @@ def run(
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-        }
-        process = _Process(words, **pipes, start_new_session=True)
-        follow = threading.Thread(
-            target=_follow, args=(process.stdout, log, f"{role.host.name} {name}: "), daemon=True
-        )
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        pipes |= {"stderr": subprocess.STDOUT, "start_new_session": True}
+        process = _Process(words, **pipes)
+        about = (process.stdout, log, f"{role.host.name} {name}: ")
+        follow = threading.Thread(target=_follow, args=about, daemon=True)
         follow.start()
         threads.append(follow)
         processes[name] = process
@@ -450,7 +446,7 @@ def run(
                 answer = ""
             except (plans.PlanError, PodError) as error:
                 answer = str(error)
-            _replace(workdir / ANSWER, answer)
+            sealed.replace(workdir / ANSWER, answer)
 
     with _coming_home(shell, plan, workdir):
         try:
@@ -541,7 +537,7 @@ def ask(
     """
     (answer := workdir / ANSWER).unlink(missing_ok=True)
     asked = {"add": [dataclasses.asdict(host) for host in add], "remove": list(remove)}
-    _replace(workdir / REQUEST, json.dumps(asked))
+    sealed.replace(workdir / REQUEST, json.dumps(asked))
     deadline = time.monotonic() + secs
     while not answer.exists():
         if time.monotonic() > deadline:
@@ -552,12 +548,6 @@ def ask(
         time.sleep(0.2)
     if said := answer.read_text():
         raise PodError(said)
-
-
-def _replace(path: pathlib.Path, text: str) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 def _follow(stream, log: pathlib.Path, prefix: str) -> None:

@@ -5,7 +5,6 @@ Imports none of the libraries.
 """
 
 import importlib.metadata
-import json
 import pathlib
 import platform
 from typing import Any
@@ -45,10 +44,8 @@ def changes(workdir: pathlib.Path) -> str:
     ]
     if not differ:
         return ""
-    return (
-        "other libraries than at the run's last start, which may compute other last bits: "
-        f"{', '.join(differ)}"
-    )
+    said = "other libraries than at the run's last start, which may compute other last bits: "
+    return said + ", ".join(differ)
 
 
 def record(workdir: pathlib.Path, step: int) -> None:
@@ -61,9 +58,7 @@ def record(workdir: pathlib.Path, step: int) -> None:
     if starts and starts[-1]["versions"] == new:
         return
     starts = [*starts, {"step": step, "versions": new}]
-    temporary = workdir / f".{FILE}"
-    temporary.write_text(json.dumps(sealed.sealed({"starts": starts}), indent=2), encoding="utf-8")
-    temporary.replace(workdir / FILE)
+    sealed.write(workdir / FILE, {"starts": starts})
 
 
 def _read(workdir: pathlib.Path) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client.core import Metric
 
-from jaxrl_async import security
+from jaxrl_async import sealed, security
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import METRICS, last_metrics
@@ -112,10 +112,9 @@ def of_status(status: QueueStatus | None) -> Iterator[Metric]:
         yield _metric(f"queue_{name}_total", about, _by("reason", counts))
     lengths = [({"of": name}, value) for name, value in status.lengths.items()]
     yield _metric("queue_length_tokens", "mean length of prompts and completions, by fate", lengths)
-    states = collections.Counter(server.state for server in status.servers)
-    yield _metric(
-        "servers", "servers, by state", _by("state", {s: states[s] for s in SERVER_STATES})
-    )
+    states = [server.state for server in status.servers]
+    counts = {state: states.count(state) for state in SERVER_STATES}
+    yield _metric("servers", "servers, by state", _by("state", counts))
     per_server = {
         "server_healthy": ("whether it gets requests", lambda s: s.state == "HEALTHY"),
         "server_version": ("version of its weights", lambda s: s.version),
@@ -236,6 +235,4 @@ class _Handler(wsgiref.simple_server.WSGIRequestHandler):
 
 def _write(path: pathlib.Path, target: str, role: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")  # Prometheus may read the present one.
-    temporary.write_text(json.dumps([{"targets": [target], "labels": {"role": role}}]) + "\n")
-    temporary.replace(path)
+    sealed.replace(path, json.dumps([{"targets": [target], "labels": {"role": role}}]) + "\n")

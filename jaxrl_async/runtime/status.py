@@ -6,7 +6,6 @@ socket, imports no JAX.
 
 import collections
 import dataclasses
-import json
 import logging
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -60,11 +59,8 @@ def end_of(workdir: str | pathlib.Path) -> str | None:
 def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
     """The value under the keys in a JSON file of the workdir; None where it is missing or, which is said, damaged."""
     path = pathlib.Path(workdir) / name
-    remedy = (
-        sealed.CONFIG_REMEDY
-        if name == CONFIG_FILE
-        else "delete it; a run that goes on is found by --queue"
-    )
+    remedy = "delete it; a run that goes on is found by --queue"
+    remedy = sealed.CONFIG_REMEDY if name == CONFIG_FILE else remedy
     try:
         found = sealed.read(path, remedy=remedy) if path.exists() else {}
         for key in keys:
@@ -79,18 +75,13 @@ def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
 
 def write_roles(workdir: pathlib.Path, queue_address: str, pids: Mapping[str, int]) -> None:
     """Writes the file of `processes_of` and `address_of`."""
-    _write(workdir, {"queue_address": queue_address, "roles": dict(pids)})
+    values = {"queue_address": queue_address, "roles": dict(pids)}
+    sealed.write(workdir / ROLES_FILE, values)
 
 
 def write_end(workdir: pathlib.Path, how: str) -> None:
     """Writes the file of `end_of`, once every process has ended."""
-    _write(workdir, {"ended": how})
-
-
-def _write(workdir: pathlib.Path, value: Mapping[str, Any]) -> None:
-    temporary = workdir / f".{ROLES_FILE}"
-    temporary.write_text(json.dumps(sealed.sealed(value), indent=2), encoding="utf-8")
-    temporary.rename(workdir / ROLES_FILE)
+    sealed.write(workdir / ROLES_FILE, {"ended": how})
 
 
 def explain(status: QueueStatus | None, processes: Sequence[Process], step: int | None) -> str:
@@ -166,9 +157,8 @@ def _end_of_chain(status, processes, learner, workers, groups) -> str:
         if status.capacity:
             return "the rollout workers, which ask for no permits"
         retired = ", ".join(f"{n} {reason}" for reason, n in status.retired.items())
-        return "the bound on staleness: nothing may be admitted" + (
-            f" (retired: {retired})" if retired else ""
-        )
+        more = f" (retired: {retired})" if retired else ""
+        return f"the bound on staleness: nothing may be admitted{more}"
     waits = [w for w in groups if w.what.startswith("group ")]
     if not waits:
         return f"{status.running_groups} permits are out to workers that do not report"
@@ -216,13 +206,8 @@ def _state_of(pid: int) -> str:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "is dead"
-    match stat.rpartition(")")[2].split()[0]:
-        case "T" | "t":
-            return "is stopped"
-        case "Z" | "X":
-            return "is dead"
-        case _:
-            return "runs"
+    state = stat.rpartition(")")[2].split()[0]
+    return "is stopped" if state in "Tt" else "is dead" if state in "ZX" else "runs"
 
 
 _RANK = {"queue": 0, "learner": 1, "server": 2, "rollout": 3}

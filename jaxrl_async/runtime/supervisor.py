@@ -137,17 +137,9 @@ def run(
             flags += [f"--config.monitoring.address={monitoring.nth(page, names.index(name))}"]
         return _start(name, workdir, addresses + flags, devices)
 
+    what = (names, len(learners), settings, workdir, queue_address, start)
     return supervise(
-        names,
-        len(learners),
-        settings,
-        workdir,
-        queue_address,
-        start,
-        resume=resume,
-        fallback=fallback,
-        on_step=on_step,
-        stop_requested=stop_requested,
+        *what, resume=resume, fallback=fallback, on_step=on_step, stop_requested=stop_requested
     )
 
 
@@ -174,17 +166,8 @@ def supervise(
     try:
         for name in names:
             roles.append(start(name, resume, fallback))
-        done = _watch(
-            roles,
-            num_learners,
-            settings,
-            workdir,
-            queue_address,
-            start,
-            on_step,
-            stop_requested,
-            change,
-        )
+        what = (roles, num_learners, settings, workdir, queue_address, start)
+        done = _watch(*what, on_step, stop_requested, change)
         end = "done" if done else "left"
         return done
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a second SIGTERM.
@@ -387,15 +370,9 @@ def _start(name: str, workdir, flags, devices) -> Role:
     log.parent.mkdir(exist_ok=True)
     environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}
     with open(log, "a") as out:
+        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         # A session of its own: Ctrl-C reaches the supervisor, which ends the roles in order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=environment,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, **files, env=environment, start_new_session=True)
     return Role(name, process, log)
 
 
@@ -452,12 +429,10 @@ def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
     deadline = time.monotonic() + stop_secs
     for role in learners:
         _wait(role.process, deadline)
-    codes = {role.process.returncode for role in learners}
-    if failed := codes - {0, PREEMPTED, -STOP_SIGNAL, None}:
-        raise RoleDiedError(
-            "\n".join(_exit_report(role) for role in learners if role.process.returncode in failed)
-        )
-    return codes == {0}
+    stopped = (0, PREEMPTED, -STOP_SIGNAL, None)
+    if failed := [role for role in learners if role.process.returncode not in stopped]:
+        raise RoleDiedError("\n".join(map(_exit_report, failed)))
+    return all(role.process.returncode == 0 for role in learners)
 
 
 class _Stalls:
@@ -526,14 +501,10 @@ class _Restarts:
 
     def of_learners(self, learners: list[Role]) -> list[Role]:
         """The restart of all processes of the learner after one was killed, or preempted: they are one program."""
-        codes = [role.process.returncode or 0 for role in learners]
-        killed = [
-            r for r, code in zip(learners, codes, strict=True) if code < 0 or code == PREEMPTED
-        ]
+        ended = [role for role in learners if role.process.returncode]
+        killed = [r for r in ended if r.process.returncode < 0 or r.process.returncode == PREEMPTED]
         if not killed:
-            raise RoleDiedError(
-                "\n".join(_exit_report(r) for r in learners if r.process.returncode)
-            )
+            raise RoleDiedError("\n".join(map(_exit_report, ended)))
         self._count(killed[0])
         stop(learners)
         started = bool(checkpoint_steps(self._workdir))

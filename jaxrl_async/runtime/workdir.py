@@ -225,7 +225,7 @@ def differences(
     path = _config_of(workdir, config)
     if not path.is_file():
         return {}
-    old, new = dict(_flat(_read(path))), dict(_flat(json.loads(_text(config))))
+    old, new = dict(_flat(_read(path))), dict(_flat(_values(config)))
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old.keys() | new.keys()}
     return {key: pairs[key] for key in sorted(pairs) if pairs[key][0] != pairs[key][1]}
 
@@ -266,10 +266,9 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     Raises:
       StartError: the directory cannot be written, or the config.json that is there cannot be read.
     """
-    path, text = workdir / "config.json", _text(config)
+    path, values = workdir / "config.json", _values(config)
     directory = config.checkpoint.get("directory", "")
     steps = checkpoint_steps(workdir, directory) if path.exists() else []
-    content = json.dumps(sealed.sealed(json.loads(text)), indent=2)
     with written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / BEFORE).unlink(missing_ok=True)
@@ -278,9 +277,7 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
             kept = workdir / f"config.until-step-{steps[-1]}.json"
             if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
                 shutil.copy(path, kept)
-        temporary = workdir / ".config.json"  # Other roles may be reading the present one.
-        temporary.write_text(content, encoding="utf-8")
-        temporary.rename(path)
+        sealed.write(path, values)
 
 
 @contextlib.contextmanager
@@ -310,14 +307,14 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
         raise StartError(str(error)) from None
 
 
-def _text(config: ml_collections.ConfigDict) -> str:
+def _values(config: ml_collections.ConfigDict) -> dict[str, Any]:
     config = config.copy_and_resolve_references()
     complete(config)
     with config.unlocked():
         config.task.name = importable(config.task.name, TASKS)
         config.task.rewards = with_paths(config.task.rewards.to_dict())
         config.environment.name = importable(config.environment.name, ENVIRONMENTS)
-    return config.to_json(indent=2)
+    return json.loads(config.to_json())
 
 
 def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -335,6 +332,5 @@ def _splits_alike(key: str, old: Any, new: Any) -> bool:
 
 
 def _reason(key: str) -> str:
-    return next(
-        (why for name, why in FIXED.items() if key == name or key.startswith(f"{name}.")), ""
-    )
+    reasons = (why for name, why in FIXED.items() if f"{key}.".startswith(f"{name}."))
+    return next(reasons, "")
