@@ -12,9 +12,7 @@ from jaxrl_async.servers.port import ANYTHING, Completion, ForeignWeightsError, 
 from jaxrl_async.types import NEVER_BIAS, Record, padded_routes
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
-MIN_LOGPROB = (
-    -100.0
-)  # A lower one, of a probability below 4e-44, is taken for an error of the server.
+MIN_LOGPROB = -100.0  # A lower one, of a probability below 4e-44, is an error of the server.
 
 
 def read_completion(
@@ -40,18 +38,17 @@ def read_completion(
     count = len(output_ids)
     completion_tokens = meta.get("completion_tokens", count)
     if type(completion_tokens) is not int or completion_tokens != count:
-        told = shown(completion_tokens)
-        raise ValueError(f"{count} output_ids, but completion_tokens is {told}")
+        raise ValueError(f"{count} output_ids, but completion_tokens is {shown(completion_tokens)}")
     # SGLang-JAX repeats earlier entries in front of long completions: the last ones are right.
     triples = meta["output_token_logprobs"][-count:]
     if integers("output_token_logprobs", [triple[1] for triple in triples]) != output_ids:
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
     logprobs = [triple[0] for triple in triples]
     spans = meta.get("weight_versions") or []
-    done = output_ids, logprobs, spans, finish_reason, request, adapter
     routes = None
     if request.record.num_layers and (text := meta.get("routed_experts")) is not None:
         routes = _read_routes(text, len(request.input_ids) + count, request.record)
+    done = output_ids, logprobs, spans, finish_reason, request, adapter
     return checked_completion(*done, kept=meta.get("kept_ids"), routes=routes)
 
 

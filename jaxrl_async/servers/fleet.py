@@ -36,10 +36,6 @@ class _Fault:
     prompts: set[int]  # that it failed
     on_trial: bool = False
 
-    def is_of(self, record: ServerRecord) -> bool:
-        then = self.record
-        return then is not None and (then.state, then.version) == (record.state, record.version)
-
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Fleet:
@@ -83,7 +79,12 @@ class Fleet:
         for address, fault in tuple(self._faults.items()):
             if (record := self._records.get(address)) is None:
                 del self._faults[address]
-            if not record or not fault.is_of(record):
+            then = fault.record
+            if (
+                not record
+                or not then
+                or (record.state, record.version) != (then.state, then.version)
+            ):
                 fault.record = record
                 self._suspect_until.pop(address, None)
         self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]

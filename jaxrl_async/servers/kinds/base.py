@@ -1,6 +1,7 @@
 """The part of a kind that is the same for all that speak HTTP: calls, and the way of a version by its name."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -106,6 +107,19 @@ class HttpKind:
             about = "".join(f"version {name} " for name in names if name is not None)
             reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
             raise ServerError(self.address, route, reason, retryable=False)
+
+    async def named_in_refusal(
+        self, route: str, payload: Mapping[str, Any], pattern: re.Pattern[str], timeout_secs: float
+    ) -> int | None:
+        """The number in the reason for which a request is refused (HTTP 400); None where there is none."""
+        try:
+            await self.post(route, payload, timeout_secs, is_control=False)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            match = pattern.search(error.reason)
+            return int(match[1]) if match else None
+        return None
 
     def is_control(self, route: str) -> bool:
         """Whether a route takes the key of control routes."""

@@ -45,9 +45,8 @@ class Checks:
             await continue_(**self.left())
         except ServerError as error:
             if error.status in (401, 403):
-                raise wrong_key(
-                    error, self.expected, "server.admin_api_key_env", "--admin-api-key"
-                ) from error
+                names = ("server.admin_api_key_env", "--admin-api-key")
+                raise wrong_key(error, self.expected, *names) from error
             if error.status in (404, 405):
                 reason = "it has no control routes: SGLang 0.5.23 is tested"
                 raise self.unfit(error.route, reason) from error
@@ -68,6 +67,15 @@ class Checks:
                     f"it has no such route, which weights.transport {transport!r} needs: SGLang 0.5.23 is tested; "
                     "in front of SGLang-JAX, start jaxrl_async/extras/sglang_jax/server.py",
                 )
+
+    def base_files(self, route: str, server: str) -> None:
+        """Refuses a server that takes adapters alone, of a run whose base has no files."""
+        if self.expected.adapters and not self.expected.adapters.has_base_files:
+            raise self.unfit(
+                route,
+                f"the base of the adapters is made by the run itself, and {server} takes adapters alone: set "
+                "model.path, without a warm start, or use embedded servers",
+            )
 
     def model(self, told: Mapping[str, Any] | None = None) -> None:
         """Compares the model that the server reports, or is `told` of, and the config.json that it names."""
@@ -160,16 +168,8 @@ def read_json(directory: Any) -> Mapping[str, Any]:
 
 # Of config.json: the sizes of the tensors.
 _SHAPE = (
-    "vocab_size",
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
+    *("vocab_size", "num_hidden_layers", "hidden_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
+    *("tie_word_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok"),
     "moe_intermediate_size",
 )

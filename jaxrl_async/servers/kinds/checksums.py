@@ -84,10 +84,10 @@ def difference(found: Mapping[str, str], expected: Expected) -> str | None:
         return f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
     for name, checksum in (expected.checksums or {}).items():
         if found[name] != checksum:
-            return (
+            said = (
                 f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
-                + _origin(name, found[name], expected)
             )
+            return said + _origin(name, found[name], expected)
     return None
 
 
@@ -154,24 +154,17 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-_DTYPES = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-}
+_DTYPES = {np.dtype(of).name: of for of in (np.float32, np.float16, ml_dtypes.bfloat16)}
 NUM_PARTS = 8  # of the tensors, for "rotating"
 _INTO = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
 _ORDER = tuple(_INTO)
 # All experts of a layer are one tensor: gate and up of one after another, and down. Qwen3-MoE's names, then Mixtral's.
 _EXPERTS_INTO = {
-    **{name: "w13_weight" for name in ("gate_proj", "up_proj", "w1", "w3")},
-    **{name: "w2_weight" for name in ("down_proj", "w2")},
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "w13_weight"),
+    **dict.fromkeys(("down_proj", "w2"), "w2_weight"),
 }
 _EXPERT_ORDER = tuple(_EXPERTS_INTO)
 _EXPERT = re.compile(rf"(.*\.experts\.)([0-9]+)\.({'|'.join(_EXPERTS_INTO)})\.weight")

@@ -204,37 +204,21 @@ class Sglang(SglangApi, Compared):
         """
         if (told := await super().vocab_size(timeout_secs=timeout_secs)) is not None:
             return told
-        sampling = {
-            "max_new_tokens": 1,
-            "logit_bias": {str(_NO_TOKEN): 0.0},
-            "json_schema": "{}",
-            "regex": ".",
-        }
+        sampling = {"max_new_tokens": 1, "json_schema": "{}", "regex": "."}
+        sampling |= {"logit_bias": {str(_NO_TOKEN): 0.0}}
         payload = {"rid": f"preflight-{uuid.uuid4().hex}", "input_ids": [0]}
         payload |= {"sampling_params": sampling, "stream": False}
-        try:
-            await self.post("/generate", payload, timeout_secs, is_control=False)
-        except port.ServerError as error:
-            if error.status != 400:
-                raise
-            match = _BIAS_REFUSAL.search(error.reason)
-            return int(match[1]) + 1 if match else None
-        return None
+        last = await self.named_in_refusal("/generate", payload, _BIAS_REFUSAL, timeout_secs)
+        return None if last is None else last + 1
 
     async def check_adapters(self, checks: Checks) -> None:
         wanted = checks.expected.adapters
         assert wanted is not None
-        if not wanted.has_base_files:
-            raise checks.unfit(
-                self.INFO,
-                "the base of the adapters is made by the run itself, and SGLang takes adapters alone: set model.path, "
-                "without a warm start, or use embedded servers",
-            )
+        checks.base_files(self.INFO, "SGLang")
         settings = await self.optional("/server_info", **checks.left())
         if not settings.get("enable_lora"):
-            raise checks.unfit(
-                "/server_info", f"it takes no adapters: start it with {_flags(wanted)}"
-            )
+            reason = f"it takes no adapters: start it with {_flags(wanted)}"
+            raise checks.unfit("/server_info", reason)
         targets = settings.get("lora_target_modules") or ()
         lacks = set(wanted.targets) - set(targets) if "all" not in targets else set()
         rank, loaded = settings.get("max_lora_rank") or 0, settings.get("max_loaded_loras")

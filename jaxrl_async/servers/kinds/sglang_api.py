@@ -153,12 +153,9 @@ class SglangApi(HttpKind):
     async def returns_routes(self, *, timeout_secs: float) -> bool:
         """Whether it returns the experts of each token, by its report or its flags."""
         flag = ROUTES_FLAG.replace("-", "_")
-        told = (
-            self.info
-            if flag in self.info
-            else await self.optional("/server_info", timeout_secs=timeout_secs)
-        )
-        return bool(told.get(flag))
+        if flag in self.info:
+            return bool(self.info[flag])
+        return bool((await self.optional("/server_info", timeout_secs=timeout_secs)).get(flag))
 
     async def check_adapters(self, checks: Checks) -> None:
         """Refuses it where it cannot take the run's adapters."""
@@ -174,10 +171,8 @@ class SglangApi(HttpKind):
         if not length:
             models = (await self.optional("/v1/models", **checks.left())).get("data") or [{}]
             length = models[0].get("max_model_len")
-        return {
-            "--context-length": length,
-            "--max-total-tokens": server.get("max_total_num_tokens"),
-        }
+        most = server.get("max_total_num_tokens")
+        return {"--context-length": length, "--max-total-tokens": most}
 
     async def optional(self, route: str, *, timeout_secs: float) -> dict[str, Any]:
         """The answer of an information route; {} where there is none."""
@@ -200,9 +195,8 @@ class SglangApi(HttpKind):
         answer = await checks.answer(self.sample_one)
         meta = answer.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") == "abort":
-            raise port.ServerError(
-                self.address, "/generate", "the request was aborted", retryable=True
-            )
+            reason = "the request was aborted"
+            raise port.ServerError(self.address, "/generate", reason, retryable=True)
         triples = meta.get("output_token_logprobs")
         if not (isinstance(triples, list) and triples and len(triples[-1]) >= 2):
             raise checks.unfit("/generate", "its answers have no output_token_logprobs")
@@ -211,11 +205,8 @@ class SglangApi(HttpKind):
 
 
 def _body(request: port.Request) -> dict[str, Any]:
-    body = {
-        "rid": request.rid,
-        "input_ids": request.input_ids,
-        "sampling_params": request.sampling_params,
-    }
+    body = {"rid": request.rid, "input_ids": request.input_ids}
+    body |= {"sampling_params": request.sampling_params}
     return body | ({"return_routed_experts": True} if request.record.num_layers else {})
 
 

@@ -180,12 +180,8 @@ class Vllm(Compared):
             parallel, model = found["parallel_config"], found["model_config"]
             size = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"]
             # Digests are of the bytes in the host's memory, on every device.
-            return {
-                "vllm": found,
-                "device": "cpu",
-                "tp_size": size,
-                "dtype": str(model["dtype"]).removeprefix("torch."),
-            }
+            dtype = str(model["dtype"]).removeprefix("torch.")
+            return {"vllm": found, "device": "cpu", "tp_size": size, "dtype": dtype}
 
     async def load_adapter(self, name: str, *, path: str, timeout_secs: float) -> None:
         load = {"lora_name": name, "lora_path": path}
@@ -227,7 +223,7 @@ class Vllm(Compared):
 
     async def _check_release(self, checks: Checks) -> None:
         found = str((await self.get("/version", **checks.left())).get("version"))
-        if (match := _RELEASE.match(found)) and (int(match[1]), int(match[2])) < OLDEST:
+        if _is_too_old(found):
             raise checks.unfit("/version", f"it is vLLM {found}: {TESTED}")
 
     def _check_flags(self, checks: Checks, settings: Mapping[str, Any]) -> None:
@@ -257,14 +253,7 @@ class Vllm(Compared):
         """Its vocabulary, which it names when it refuses a bias on a token beyond it."""
         sampling = {"max_tokens": 1, "logit_bias": {str(2**31 - 1): 0.0}}
         body = {"token_ids": [0], "sampling_params": sampling}
-        try:
-            await self.post(GENERATE, body, timeout_secs, is_control=False)
-        except port.ServerError as error:
-            if error.status != 400:
-                raise
-            match = _VOCAB_REFUSAL.search(error.reason)
-            return int(match[1]) if match else None
-        return None
+        return await self.named_in_refusal(GENERATE, body, _VOCAB_REFUSAL, timeout_secs)
 
     def is_control(self, route: str) -> bool:
         """A key of vLLM guards the routes under /v1, as it does generation."""
@@ -292,8 +281,7 @@ class Vllm(Compared):
             found = str((await server.get("/version", timeout_secs)).get("version"))
         except port.ServerError:
             return None
-        match = _RELEASE.match(found)
-        if match and (int(match[1]), int(match[2])) < OLDEST:
+        if _is_too_old(found):
             return f"it is vLLM {found}: {TESTED}"
         return f"vLLM {found} takes weights in its development mode alone: start it by `{FLAGS}`"
 
@@ -317,6 +305,11 @@ class RelayedVllm(Vllm, Intake):
             raise _lacks(checks, f"--worker-extension-cls {EXTENSION}", "its sidecar loads by it")
 
 
+def _is_too_old(release: str) -> bool:
+    match = _RELEASE.match(release)
+    return match is not None and (int(match[1]), int(match[2])) < OLDEST
+
+
 def _lacks(checks: Checks, flag: str, why: str) -> port.UnfitServerError:
     return checks.unfit(SETTINGS, f"{why}: start it with {flag}, as in `{FLAGS}`")
 
@@ -326,24 +319,18 @@ def _is_extended(settings: Mapping[str, Any]) -> bool:
 
 
 def _check_adapters(checks: Checks, wanted: port.Adapters, found: Mapping[str, Any] | None) -> None:
-    if not wanted.has_base_files:
-        raise checks.unfit(
-            LOAD_ADAPTER,
-            "the base of the adapters is made by the run itself, and vLLM takes adapters alone: set model.path, "
-            "without a warm start, or use embedded servers",
-        )
+    checks.base_files(LOAD_ADAPTER, "vLLM")
     allowed = next((rank for rank in LORA_RANKS if rank >= wanted.rank), wanted.rank)
     flags = (
         f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank={allowed} "
         f"--max-loras={wanted.kept + 1}"
     )
-    rank = (found or {}).get("max_lora_rank") or 0
-    loaded = (found or {}).get("max_cpu_loras") or (found or {}).get("max_loras") or 0
+    found = found or {}
+    rank, loaded = found.get("max_lora_rank") or 0, found.get("max_cpu_loras")
+    loaded = loaded or found.get("max_loras") or 0
     if rank < wanted.rank or loaded <= wanted.kept:
-        raise checks.unfit(
-            SETTINGS,
-            f"it takes {loaded} adapters of rank ≤ {rank} at a time: start it with {flags}",
-        )
+        takes = f"it takes {loaded} adapters of rank ≤ {rank} at a time"
+        raise checks.unfit(SETTINGS, f"{takes}: start it with {flags}")
 
 
 def _sampling(request: port.Request) -> dict[str, Any]:
