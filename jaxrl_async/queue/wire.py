@@ -455,7 +455,9 @@ def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
         return False
     parts = np.split(mask, np.cumsum(message.lengths)[:-1])
     fields = zip(_turns(message), message.prompt_lengths, parts, message.rewards, strict=True)
-    return not any(turns and types.turns_problem(turns, *rest) for turns, *rest in fields)
+    return not any(
+        t and types.turns_problem(t, length, m, reward) for t, length, m, reward in fields
+    )
 
 
 def _num_rows(message: pb.Group) -> Sequence[int]:
