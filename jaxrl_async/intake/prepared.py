@@ -72,9 +72,8 @@ class Prepared:
                 weights = await load()
                 self._check_wanted(key)
                 if weights.digest != digest:
-                    raise ValueError(
-                        f"version {version} has digest {weights.digest}, the push is of {digest}"
-                    )
+                    found = f"version {version} has digest {weights.digest}"
+                    raise ValueError(f"{found}, the push is of {digest}")
                 self._held, self._weights = key, weights
             self._lease.begin(lease_secs)
 

@@ -253,7 +253,7 @@ class Receiver:
 def read_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body; an empty body is {}. Raises RequestError: it is none."""
     try:
-        body = json.loads(raw) if raw else {}
+        body = json.loads(raw or b"{}")
     except (ValueError, RecursionError) as error:  # The last of "[[[[…".
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):

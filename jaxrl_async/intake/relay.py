@@ -86,9 +86,8 @@ class Relay:
                     digest.update(chunk)
                     arrival.grow(len(chunk))
             if arrival.num_bytes != piece.num_bytes:
-                raise PieceError(
-                    f"{name} ended after {arrival.num_bytes} of its {piece.num_bytes} bytes"
-                )
+                came = f"{arrival.num_bytes} of its {piece.num_bytes} bytes"
+                raise PieceError(f"{name} ended after {came}")
             if piece.sha256 not in (None, found := digest.hexdigest()):
                 raise PieceError(f"{name} has SHA-256 {found}, the learner's has {piece.sha256}")
             if not directory.exists():
@@ -175,9 +174,8 @@ class Relay:
         directory.mkdir(exist_ok=True)
         others = (f for f in directory.iterdir() if f.name != name and f.name[0] != ".")
         if sum(f.stat().st_size for f in others) + piece.num_bytes > self.max_bytes:
-            raise PieceError(
-                f"the files of a version have at most {self.max_bytes} bytes together: {name} is refused"
-            )
+            bound = f"the files of a version have at most {self.max_bytes} bytes together"
+            raise PieceError(f"{bound}: {name} is refused")
         return directory
 
     def _begin(self, version: str, name: str) -> "_Arrival":
@@ -231,9 +229,8 @@ class _Arrival:
                 async with asyncio.timeout(STALL_SECS):
                     await self._changed.wait()
             except TimeoutError:
-                raise PieceError(
-                    f"no byte of {self.name} arrived here for {STALL_SECS:g} s"
-                ) from None
+                reason = f"no byte of {self.name} arrived here for {STALL_SECS:g} s"
+                raise PieceError(reason) from None
         return self.part
 
 

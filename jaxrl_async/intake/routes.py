@@ -108,9 +108,8 @@ async def listening(
         try:
             await web.TCPSite(runner, host, port, ssl_context=context).start()
         except OSError as error:
-            raise OSError(
-                error.errno, f"cannot listen on {host}:{port}: {error.strerror}"
-            ) from None
+            reason = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise OSError(error.errno, reason) from None
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()

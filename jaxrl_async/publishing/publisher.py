@@ -153,10 +153,8 @@ class Publisher(Course):
                 if should_stop():
                     return
                 if active.now() > deadline:
-                    raise PublisherError(
-                        f"version {version} is not published after {timeout_secs:g} s: "
-                        f"the publisher waits for {self.waits_for()}"
-                    )
+                    late = f"version {version} is not published after {timeout_secs:g} s"
+                    raise PublisherError(f"{late}: the publisher waits for {self.waits_for()}")
         self.check()
 
     def check(self) -> None:
@@ -178,11 +176,8 @@ class Publisher(Course):
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_CLOSE_TIMEOUT_SECS)
         if self._thread.is_alive():
-            log.warning(
-                "the publisher's thread still runs %g s after close: it waits for %s",
-                _CLOSE_TIMEOUT_SECS,
-                self.waits_for(),
-            )
+            what = f"the publisher's thread still runs {_CLOSE_TIMEOUT_SECS:g} s after close"
+            log.warning("%s: it waits for %s", what, self.waits_for())
 
     def _run(self) -> None:
         try:
@@ -231,9 +226,8 @@ class Publisher(Course):
             await asyncio.wait({self._evaluating})
 
         self._pushing = True
-        target = health.Target(
-            health.weight_name(files.version, request.run_epoch, self.run_id), files
-        )
+        name = health.weight_name(files.version, request.run_epoch, self.run_id)
+        target = health.Target(name, files)
         first, self.target = self.target is None, target
         self.before = self._held
         with self._target_pin:  # A server that still loads the version before has a pin of its own.
@@ -349,10 +343,8 @@ class Publisher(Course):
         version = self._target.version
         for server in self._servers:
             if server.state == HEALTHY and not server.holds(self._target):
-                server.state = STALE
-                server.reason = (
-                    f"did not take version {version} within {timeout_secs:g} s ({server.reason})"
-                )
+                why = f"did not take version {version} within {timeout_secs:g} s"
+                server.state, server.reason = STALE, f"{why} ({server.reason})"
                 self._table.update(server)
         if first and self._num_holding() < self._num_needed(first):
             raise PublisherError(
@@ -361,9 +353,8 @@ class Publisher(Course):
                 + self._describe()
             )
         if not any(s.state == HEALTHY for s in self._servers):
-            raise PublisherError(
-                f"no HEALTHY inference server left for version {version}: {self._describe()}"
-            )
+            what = f"no HEALTHY inference server left for version {version}"
+            raise PublisherError(f"{what}: {self._describe()}")
 
     def _start_keeping(
         self, client: Servers, tasks: asyncio.TaskGroup, server: health.Server
@@ -377,7 +368,7 @@ class Publisher(Course):
         self, client: Servers, tasks: asyncio.TaskGroup, discovery: Discovery
     ) -> None:
         """Keeps the servers that the discovery lists, besides the fixed ones."""
-        fixed = {server.address for server in self._servers} | {s.serves for s in self._servers}
+        fixed = {address for s in self._servers for address in (s.address, s.serves)}
         found: dict[str, health.Server] = {}
         while True:
             listed = await discovery.read()
@@ -431,9 +422,8 @@ class Publisher(Course):
         if self._may_recover():
             timeout_secs = max(timeout_secs, self.start_timeout_secs)
         if self._published >= 0 and now - self._healthy_at > timeout_secs:
-            raise PublisherError(
-                f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
-            )
+            what = f"no HEALTHY inference server for {timeout_secs:g} s"
+            raise PublisherError(f"{what}: {self._describe()}")
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""

@@ -57,9 +57,8 @@ class ScoredPrompts:
         found = np.array(await asyncio.gather(*calls))  # [K, 2]: token, log-prob
         expected = table[np.arange(len(table)), found[:, 0].astype(int)]
         error = float(np.abs(found[:, 1] - expected).mean())
-        log.info(
-            "%s: version %s, %d scored prompts, %.3g nats off", address, name, len(table), error
-        )
+        what = (address, name, len(table), error)
+        log.info("%s: version %s, %d scored prompts, %.3g nats off", *what)
         # Written so that NaN fails it too.
         if not error <= self.max_error:
             raise UnfitServerError(
@@ -83,8 +82,7 @@ class ScoredPrompts:
         )
         completion = await kind.generate(request, timeout_secs=timeout_secs)
         if completion.versions.tolist() != [version]:
-            reason = (
-                f"a scored prompt of version {version} got tokens of {completion.versions.tolist()}"
-            )
+            found = completion.versions.tolist()
+            reason = f"a scored prompt of version {version} got tokens of {found}"
             raise ServerError(address, "", reason, retryable=True)
         return int(completion.tokens[0]), float(completion.logprobs[0])

@@ -126,10 +126,8 @@ def _changes(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:
     at = np.flatnonzero(old != new)
     if not len(at):
         return 0, []
-    if len(at) > _MAX_SPARSE * len(new):
-        return len(new), _planes(_zigzag(new - old))
-    gaps = np.diff(at, prepend=0)
-    if gaps.max() >= 1 << 32:
+    is_dense = len(at) > _MAX_SPARSE * len(new)
+    if is_dense or (gaps := np.diff(at, prepend=0)).max() >= 1 << 32:
         return len(new), _planes(_zigzag(new - old))
     return len(at), _planes(gaps.astype(np.uint32)) + _planes(_zigzag(new[at] - old[at]))
 
@@ -228,10 +226,8 @@ def _read_header(stream: BinaryIO) -> dict[str, Any]:
 
 
 def _entries(directory: pathlib.Path) -> dict[str, layout.TensorEntry]:
-    found: dict[str, layout.TensorEntry] = {}
-    for shard in _shards(directory):
-        found |= layout.read_header(shard)
-    return found
+    headers = map(layout.read_header, _shards(directory))
+    return {name: entry for header in headers for name, entry in header.items()}
 
 
 def _places(entries: Mapping[str, layout.TensorEntry]) -> list[tuple]:

@@ -95,9 +95,8 @@ def check_manifest(directory: str | os.PathLike, digests: Mapping[str, str]) -> 
         raise ValueError(f"{file}: tensor {odd[0]} is in the {where} only ({len(odd)} such)")
     for name, found in digests.items():
         if found != said[name]:
-            raise ValueError(
-                f"{file}: tensor {name} has digest {found}, its manifest says {said[name]}"
-            )
+            what = f"{file}: tensor {name} has digest {found}"
+            raise ValueError(f"{what}, its manifest says {said[name]}")
     if manifest.get("digest", total := version_digest(digests)) != total:
         raise ValueError(f"{file}: the digest is {total}, the manifest says {manifest['digest']}")
 

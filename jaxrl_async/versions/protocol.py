@@ -125,9 +125,8 @@ def _text(max_chars: int) -> Callable[[str, Any], str]:
         if not isinstance(value, str) or not value:
             raise RequestError(f"{name} must be a string, got {value!r:.80}")
         if len(value) > max_chars:
-            raise RequestError(
-                f"{name} has at most {max_chars} characters, got {len(value)}: {value[:40]!r}…"
-            )
+            found = f"{len(value)}: {value[:40]!r}…"
+            raise RequestError(f"{name} has at most {max_chars} characters, got {found}")
         return value
 
     return read

@@ -207,9 +207,8 @@ class WeightStore:
           WeightStoreError: there is no such version.
         """
         if not self.path(version).exists():
-            raise WeightStoreError(
-                f"no version {version} in {self._root}; it holds {self.versions()}"
-            )
+            there = self.versions()
+            raise WeightStoreError(f"no version {version} in {self._root}; it holds {there}")
         manifest = read_manifest(path := self.path(version))
         if manifest["version"] != version:
             raise WeightStoreError(f"{path / MANIFEST} is of version {manifest['version']}")
