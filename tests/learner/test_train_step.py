@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fixtures import policy_loss
 from fixtures.models import TINY, tiny
 from fixtures.small_learner import assert_same, flat, make_train_step, params_on
 from fixtures.train_steps import (
@@ -24,7 +25,7 @@ from fixtures.train_steps import (
 
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.objectives import anchors, kl, policy_loss
+from jaxrl_async.objectives import anchors, kl
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 SEQUENCE = dataclasses.replace(RECOMPUTE, ratio="sequence", reduction="sequence_mean")

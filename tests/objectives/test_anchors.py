@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import policy_loss
 from fixtures.losses import gradient, reduced, row
 
 from jaxrl_async.config.loss import LossConfig
-from jaxrl_async.objectives import anchors, policy_loss
+from jaxrl_async.objectives import anchors
 from jaxrl_async.objectives.objective import objective
 
 A3PO = LossConfig()

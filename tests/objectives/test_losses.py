@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import policy_loss
 from fixtures.loss_reference import FLOATS, random_tokens, tokens_of
 from fixtures.losses import gradient, reduced, row
 from jax.test_util import check_grads
 
 from jaxrl_async.config.loss import LossConfig
-from jaxrl_async.objectives import anchors, kl, policy_loss, surrogates, weights
+from jaxrl_async.objectives import anchors, kl, surrogates, weights
 from jaxrl_async.objectives.objective import objective
 
 A3PO = LossConfig()

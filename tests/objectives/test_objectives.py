@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import policy_loss
 
-from jaxrl_async.objectives import kl, masked, policy_loss, ratios, surrogates, weights
+from jaxrl_async.objectives import kl, masked, ratios, surrogates, weights
 
 CAPPED = {
     "clip_low": 0.2,
