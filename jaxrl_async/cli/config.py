@@ -7,6 +7,8 @@ this module and the verbs: they pass `Settings` on.
 """
 
 import ast
+import contextlib
+import functools
 import logging
 import pathlib
 import re
@@ -14,7 +16,7 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_collections
@@ -41,17 +43,25 @@ from jaxrl_async.sweeps.points import Point, Sweep
 
 __all__ = [
     "REFUSALS",
+    "FailedError",
     "UsageError",
     "config_of_point",
+    "failing",
     "load_config",
     "load_sweep",
     "main",
     "parse_arg",
     "parse_flags",
     "refuse_bucket",
+    "refusing",
     "settings_of",
 ]
 log = logging.getLogger(__name__)
+
+
+class FailedError(Exception):
+    """A verb that came to no result: a line, and exit code 1."""
+
 
 # Errors of the command line, the config or the workdir: a line, and exit code 2.
 REFUSALS = (UsageError, sealed.DamagedError, SettingsError, StartError)
@@ -143,15 +153,25 @@ def parse_flags(
         _check_keys(loaded, argv)
         argv = [_literal(word) for word in _set_nones(loaded, argv)]
         config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=["", *argv])
-    try:
+    with refusing(flags.Error, TypeError, ValueError):
         extra = values(["", *argv])[1:]
-    except (flags.Error, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
     if extra:
         raise UsageError(f"unexpected word {extra[0]!r}")
     for name in definitions:
         refuse_bucket(f"--{name}", values[name].value)
     return values
+
+
+@contextlib.contextmanager
+def _errors_as(kind: type[Exception], *errors: type[Exception], what: str = "") -> Iterator[None]:
+    """Raises `kind` in the place of these errors, with their message behind `what`."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{what}{error}") from None
+
+
+refusing, failing = (functools.partial(_errors_as, kind) for kind in (UsageError, FailedError))
 
 
 def refuse_bucket(name: str, value: Any) -> None:
@@ -208,10 +228,8 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
     file, _, arg = spec.partition(":")
     path = _found("config", file)
     if path.suffix == ".json":
-        try:
+        with refusing(sealed.DamagedError):
             values = sealed.read(path, remedy=sealed.CONFIG_REMEDY)
-        except sealed.DamagedError as error:
-            raise UsageError(str(error)) from None
         try:
             values, said = from_json(values, str(path))
         except SettingsError as error:  # Another file's content, as an example.
@@ -239,10 +257,8 @@ def load_sweep(spec: str) -> Sweep:
     """
     file, _, arg = spec.partition(":")
     path = _found("sweep", file).absolute()
-    try:
+    with refusing(TypeError, ValueError, what=f"{path}: "):
         sweep = _call(path, "get_sweep", arg)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: {error}") from None
     config, colon, arg = sweep.config.partition(":")
     return Sweep(f"{(path.parent / config).resolve()}{colon if arg else ''}{arg}", sweep.points)
 
@@ -254,11 +270,9 @@ def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
       UsageError: an unknown key, or a value that comes through the command line as another.
       SettingsError: a point that cannot be run.
     """
-    try:
+    with refusing(TypeError, UsageError, what=f"point {point.name!r}: "):
         argv = [f"--config={sweep.config}", *point.words]
         config = parse_flags("", argv, config=True).config
-    except (TypeError, UsageError) as error:
-        raise UsageError(f"point {point.name!r}: {error}") from None
     for key, value in point.overrides.items():
         found = config
         for part in RENAMED.get(key, key).split("."):
@@ -307,10 +321,8 @@ def _call(path: pathlib.Path, name: str, arg: str) -> Any:
 
 def _other_config(values: flags.FlagValues, argv: list[str], config_of) -> str:
     """The result of `config_of` for the flags that are no config's."""
-    try:
+    with refusing(flags.Error):
         values(["", *argv], known_only=True)
-    except flags.Error as error:
-        raise UsageError(str(error)) from None
     spec = config_of(values)
     if spec is None:
         raise UsageError("--config=FILE[:ARG] is needed")

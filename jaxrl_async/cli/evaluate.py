@@ -5,7 +5,14 @@ import pathlib
 import sys
 
 from jaxrl_async import parts, sealed
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import (
+    UsageError,
+    failing,
+    load_config,
+    parse_flags,
+    refusing,
+    settings_of,
+)
 from jaxrl_async.evaluation.evaluator import best_version, say_lost_best
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.metrics import coverage_of, failed_of, score_names, score_text
@@ -41,23 +48,19 @@ def main(argv: list[str]) -> int:
     config = load_config(str(workdir / "config.json"))
     config.task.changed |= flags[TAKES].value
     settings = keys.found(settings_of(config), workdir)
-    try:
+    with refusing(OSError, TypeError, ValueError, what=f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)
-    except (OSError, TypeError, ValueError) as error:
-        raise UsageError(f"task {settings.task.name!r}: {error}") from None
     if missing := [step for step in steps if step is not None and step not in known]:
         raise UsageError(
             f"--steps={missing[0]}: no checkpoint of that step; {workdir} holds {', '.join(map(str, known)) or 'none'}"
         )
-    try:
+    with refusing(OSError, TypeError, ValueError):
         parts.check_task(settings, workdir, task, splits, keep=False)
         tasks = parts.evaluation_tasks(settings)
         parts.check_sets(settings, workdir, tasks, keep=False)
         tokenizer = parts.tokenizer_of(settings, workdir)
         sets = parts.evaluation_sets(settings, tokenizer, task, "test", tasks)
-    except (OSError, TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
     # After the flags are known to be good: these load JAX.
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
@@ -67,11 +70,8 @@ def main(argv: list[str]) -> int:
     named = ", ".join("last" if step is None else str(step) for step in steps)
     on = [f"{found.name or 'the test split'}: {coverage_of(found.coverage)}" for found in sets]
     print(f"scoring {named} on {'; '.join(on)}", file=sys.stderr, flush=True)
-    try:
+    with failing(CheckpointError, EvaluationError, RewardError):
         rows = evaluation.evaluate(settings, workdir, steps, sets)
-    except (CheckpointError, EvaluationError, RewardError) as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 1
     text = json.dumps([sealed.sealed(row) for row in rows], indent=2)
     (workdir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     last = max(row["step"] for row in rows)

@@ -1,9 +1,8 @@
 """`export`: a checkpoint as a Hugging Face directory."""
 
 import pathlib
-import sys
 
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import FailedError, UsageError, load_config, parse_flags, settings_of
 
 USAGE = """Writes a checkpoint of a run as a Hugging Face directory: config.json, safetensors, tokenizer and generation
 settings. transformers and SGLang load it, and so does --config.model.path of a new run."""
@@ -39,8 +38,7 @@ def main(argv: list[str]) -> int:
     except FileExistsError as error:
         raise UsageError(f"{error}: name another --out") from None
     except (CheckpointError, OSError) as error:
-        print(f"export: {error}", file=sys.stderr)
-        return 1
+        raise FailedError(str(error)) from None
     print(f"checkpoint {step} of {workdir}: {out}")
     return 0
 

@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, parse_flags, refusing, settings_of
 from jaxrl_async.config.settings import Learner, Server, Settings
 
 USAGE = """Compiles the programs of the learner, and of embedded servers if the config starts them, by the compiler of
@@ -39,15 +39,13 @@ def main(argv: list[str]) -> int:
     )
     from jaxrl_async.fit.targets import TargetError, target_of
 
-    try:
+    with refusing(TargetError, what="--target: "):
         target = target_of(flags.target)
-    except TargetError as error:
-        raise UsageError(f"--target: {error}") from None
     settings = settings_of(flags.config)
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device of this machine is used.
     from jaxrl_async.fit import compare, page, plans, programs
 
-    try:
+    with refusing(programs.FitError):
         programs.check_compiler(target)
         beside = flags.compare and compare.load(
             pathlib.Path(flags.compare), target.name, settings.learner.num_devices
@@ -83,8 +81,6 @@ def main(argv: list[str]) -> int:
                 _try_smaller(page, plans, compiled, settings, fit)
         if beside and fit is not None and fit.programs:
             print(compare.text(fit, compare.figures_of(beside, fit), flags.compare))
-    except programs.FitError as error:
-        raise UsageError(str(error)) from None
     if flags.out and fit is not None:
         out = pathlib.Path(flags.out)
         out.mkdir(parents=True, exist_ok=True)
@@ -106,14 +102,12 @@ def model_config_of(settings: Settings):
             f"needs a model.path, or tokenizer.kind = 'char', got {settings.tokenizer.kind!r}: the size of the "
             "vocabulary is not known"
         )
-    try:
+    with refusing(OSError, ValueError, what="model.path: "):
         tokenizer = None if settings.model.path else CharTokenizer(settings.tokenizer.alphabet)
         config = parts.model_config_of(settings, tokenizer)
         attention.check_model(settings.learner.attention_kernel, config.windows, config.head_dim)
         blocks.check(settings.learner.blocks, config.num_layers)
         return config
-    except (OSError, ValueError) as error:
-        raise UsageError(f"model.path: {error}") from None
 
 
 def _try_smaller(page, plans, compiled, settings: Settings, large) -> None:

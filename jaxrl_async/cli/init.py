@@ -1,9 +1,8 @@
 """`init`: the model of a config as a Hugging Face directory, before there is a run."""
 
 import pathlib
-import sys
 
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import FailedError, UsageError, parse_flags, settings_of
 
 USAGE = """Writes the model that a run of a config starts from as a Hugging Face directory: config.json, safetensors,
 tokenizer. A server of your own (SGLang's --model-path=DIR) needs one before the run exists; the run then pushes its
@@ -38,8 +37,7 @@ def main(argv: list[str]) -> int:
     except FileExistsError as error:
         raise UsageError(f"{error}: name another --out") from None
     except (OSError, ValueError) as error:
-        print(f"init: {error}", file=sys.stderr)
-        return 1
+        raise FailedError(str(error)) from None
     kind = "after the warm start" if flags.warm_start else "random weights"
     print(f"{kind}: {out}")
     return 0

@@ -3,7 +3,7 @@
 import sys
 
 import jaxrl_async
-from jaxrl_async.cli.config import REFUSALS
+from jaxrl_async.cli.config import REFUSALS, FailedError
 from jaxrl_async.names import load, nearest
 
 VERBS = {
@@ -36,7 +36,7 @@ EXTRAS = {
     "simulate": "jaxrl_async.extras.planner.simulate_verb:main",
 }
 
-DONE, BAD_USAGE = 0, 2
+DONE, FAILED, BAD_USAGE = 0, 1, 2
 
 
 def console() -> int:
@@ -59,9 +59,9 @@ def main(argv: list[str]) -> int:
         return BAD_USAGE
     try:
         return load(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}:main"))(rest)
-    except REFUSALS as error:
+    except (FailedError, *REFUSALS) as error:
         print(f"{verb}: {error}", file=sys.stderr)
-        return BAD_USAGE
+        return FAILED if isinstance(error, FailedError) else BAD_USAGE
 
 
 def _overview() -> str:

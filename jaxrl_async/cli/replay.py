@@ -4,7 +4,7 @@ import os
 import pathlib
 import sys
 
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, failing, parse_flags, settings_of
 
 USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers.
 Compares every checkpoint with the run's, bit for bit. With --config.loss.… (or another learner setting) it trains
@@ -50,13 +50,10 @@ def main(argv: list[str]) -> int:
 
     until = None if flags.until < 0 else flags.until
     print(f"replaying {workdir}; rows of steps go to {out / 'metrics.jsonl'}", file=sys.stderr)
-    try:
+    with failing(ReplayError, JournalError, CheckpointError):
         comparisons = replay(
             settings, workdir, out=out, first=flags.first, until=until, changed=bool(changed)
         )
-    except (ReplayError, JournalError, CheckpointError) as error:
-        print(f"replay: {error}", file=sys.stderr)
-        return 1
     flags.config.checkpoint.directory = ""  # The replay's own are in its directory.
     (out / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
     print(f"replayed into {out}")

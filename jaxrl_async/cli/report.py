@@ -1,7 +1,7 @@
 """`report`: one self-contained HTML page of a run."""
 
 from jaxrl_async import report
-from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.config import UsageError, parse_flags, refusing
 
 
 def main(argv: list[str]) -> int:
@@ -10,8 +10,6 @@ def main(argv: list[str]) -> int:
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
-    try:
+    with refusing(ValueError, FileNotFoundError):
         print(report.write_report(flags.workdir))
-    except (ValueError, FileNotFoundError) as error:
-        raise UsageError(str(error)) from None
     return 0

@@ -6,7 +6,7 @@ import logging
 import pathlib
 
 from jaxrl_async import security
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, refusing, settings_of
 from jaxrl_async.cli.serving import TLS_FLAGS, check_tls, until_stopped
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.config.settings import Settings
@@ -37,14 +37,12 @@ def main(argv: list[str]) -> int:
         raise UsageError("--workdir=DIR is needed")
     variables = {"api_key": flags.api_key_env, "admin_api_key": flags.admin_api_key_env}
     keys = {name: key_named(f"--{name}_env", value) for name, value in variables.items()}
-    try:
+    with refusing(ValueError):
         security.check_listener(
             "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"
         )
         check_tls("the server", flags)
         security.server_context(flags.tls_cert, flags.tls_key)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     names = ("host", "port", "tls_cert", "tls_key")
     options = keys | {name: getattr(flags, name) for name in names}
     workdir = pathlib.Path(flags.workdir).absolute()

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from jaxrl_async import security
-from jaxrl_async.cli.config import UsageError
+from jaxrl_async.cli.config import refusing
 
 TLS_FLAGS: dict[str, tuple[Any, str]] = {
     "tls_cert": ("", "PEM file of a certificate, for https"),
@@ -19,10 +19,8 @@ TLS_FLAGS: dict[str, tuple[Any, str]] = {
 def check_tls(what: str, flags: Any) -> None:
     """Refuses --host beyond loopback without TLS or --insecure. Raises UsageError: names the flags."""
     address, remedy = f"{flags.host}:{flags.port}", "--tls_cert and --tls_key"
-    try:
+    with refusing(ValueError):
         security.check_tls(what, address, flags.tls_cert, flags.insecure, remedy, "--insecure")
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def until_stopped(serve: Coroutine, errors: tuple[type[Exception], ...] = ()) -> int:
@@ -44,8 +42,6 @@ def until_stopped(serve: Coroutine, errors: tuple[type[Exception], ...] = ()) ->
     security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     # CancelledError is SIGTERM's: what was served is closed by then.
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        try:
+        with refusing(*errors):
             asyncio.run(run())
-        except errors as error:
-            raise UsageError(str(error)) from None
     return 0

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, refusing, settings_of
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.calls import BlockingGrpcCalls, QueueError
@@ -42,10 +42,8 @@ def main(argv: list[str]) -> int:
             f"{workdir} has no {status.ROLES_FILE}, and no {status.CONFIG_FILE} with queue.address: "
             "give --queue=HOST:PORT"
         )
-    try:
+    with refusing(PermissionError):
         found = _ask(address, workdir)
-    except PermissionError as error:
-        raise UsageError(str(error)) from None
     print(status.explain(found, status.processes_of(workdir), step) + score)
     return 0 if found else 1
 

@@ -16,6 +16,7 @@ from jaxrl_async.cli.config import (
     config_of_point,
     load_sweep,
     parse_flags,
+    refusing,
 )
 from jaxrl_async.names import nearest
 from jaxrl_async.runtime import workdir as workdirs
@@ -138,7 +139,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
         )
         path, then = directory / "jobset.yaml", None
     else:
-        try:
+        with refusing(ValueError):
             text = submit.slurm_script(
                 (*PROGRAM, *verb),
                 name=name,
@@ -147,8 +148,6 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
                 indexes=[i for i, job in enumerate(jobs) if not job.scored()],
                 at_once=flags.jobs,
             )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         path = directory / "sweep.sbatch"
         then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
     if flags.dry_run:

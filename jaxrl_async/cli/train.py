@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from jaxrl_async import security
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, parse_flags, refusing, settings_of
 from jaxrl_async.config.checks import in_the_clear
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings, SettingsError
@@ -123,10 +123,8 @@ def _apply_place(values: flags.FlagValues) -> None:
     """Sets role, index and addresses from the environment, and --resume from the workdir."""
     if not values.workdir:
         raise UsageError("--role=auto needs --workdir, which all roles share")
-    try:
+    with refusing(cluster.ClusterError, what="--role=auto: "):
         place = cluster.place_of(os.environ)
-    except cluster.ClusterError as error:
-        raise UsageError(f"--role=auto: {error}") from None
     values.role, values.index = place.role, place.index
     config, wanted = values.config, values.config.learner.num_processes
     steps = workdirs.checkpoint_steps(pathlib.Path(values.workdir), config.checkpoint.directory)

@@ -7,11 +7,10 @@ import json
 import os
 import pathlib
 import platform
-import sys
 import tempfile
 from typing import Any
 
-from jaxrl_async.cli.config import parse_flags
+from jaxrl_async.cli.config import failing, parse_flags
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.extras.parity.verb import check, number
 
@@ -51,11 +50,8 @@ def main(argv: list[str]) -> int:
     timeout_secs = number("timeout_secs", flags.timeout_secs)
     from jaxrl_async.extras.parity import parity  # Loads JAX.
 
-    try:
+    with failing(parity.ParityError):
         found = asyncio.run(_measure(flags, tolerance, timeout_secs))
-    except parity.ParityError as error:
-        print(f"conform: {error}", file=sys.stderr)
-        return FAILS
     print(table(found))
     if flags.out:
         pathlib.Path(flags.out).write_text(json.dumps(found, indent=1) + "\n", "utf-8")

@@ -1,10 +1,9 @@
 """`parity`: a server's log-probs against the learner's forward, and the likely cause; or two computations by layer."""
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 
-from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.config import UsageError, failing, parse_flags
 from jaxrl_async.config.checks import key_named
 
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
@@ -54,11 +53,8 @@ def main(argv: list[str]) -> int:
         seed=flags.seed,
     )
     server, tolerance = flags.server.rstrip("/"), options["tolerance"]
-    try:
+    with failing(parity.ParityError):
         evidence = asyncio.run(parity.measure(server, flags.checkpoint, questions, **options))
-    except parity.ParityError as error:
-        print(f"parity: {error}", file=sys.stderr)
-        return DIFFERS
     verdict = parity.diagnose(evidence, tolerance)
     print(parity.table(evidence, tolerance))
     print(f"verdict: {verdict}")
@@ -80,11 +76,8 @@ def _layers(flags) -> int:
         completion_tokens=flags.max_new_tokens,
         seed=flags.seed,
     )
-    try:
+    with failing(parity.ParityError):
         found = layers.compare(flags.checkpoint, sequences, dtype=flags.dtype, against=flags.layers)
-    except parity.ParityError as error:
-        print(f"parity: {error}", file=sys.stderr)
-        return DIFFERS
     print(layers.table(found, bound))
     first = layers.first_beyond(found, bound)
     if first is None:

@@ -5,7 +5,14 @@ import json
 import pathlib
 import sys
 
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import (
+    FailedError,
+    UsageError,
+    failing,
+    load_config,
+    parse_flags,
+    settings_of,
+)
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.extras.planner import measure
 from jaxrl_async.metrics import read_metrics
@@ -19,7 +26,6 @@ learner's rates and the seconds of a push.
 
 Exits with 0, 1 where something could not be measured, 2 for bad usage."""
 
-DONE, FAILED = 0, 1
 UNITS = {
     "request_rate": "tokens/s of a request that is alone on the server",
     "server_rate": "tokens/s that the server approaches as it fills",
@@ -54,7 +60,7 @@ def main(argv: list[str]) -> int:
     )
     timeout_secs = _check(flags)
     found: dict[str, float] = {}
-    try:
+    with failing(measure.MeasureError):
         if flags.workdir:
             found |= _of_workdir(pathlib.Path(flags.workdir))
         if flags.server:
@@ -71,9 +77,6 @@ def main(argv: list[str]) -> int:
                 say=lambda line: print(line, file=sys.stderr, flush=True),
             )
             found |= asyncio.run(server)
-    except measure.MeasureError as error:
-        print(f"measure: {error}", file=sys.stderr)
-        return FAILED
     if "pause_secs" in found:  # A push lasts at least as long as its pause.
         found["push_secs"] = max(found.get("push_secs", 0.0), found["pause_secs"])
     for name in UNITS:
@@ -85,10 +88,9 @@ def main(argv: list[str]) -> int:
     try:
         path.write_text(json.dumps({"rates": found}, indent=2) + "\n", "utf-8")
     except OSError as error:
-        print(f"measure: --out={path}: {error.strerror}", file=sys.stderr)
-        return FAILED
+        raise FailedError(f"--out={path}: {error.strerror}") from None
     print(f"written: {path}; next: python -m jaxrl_async simulate --rates={path} --config=…")
-    return DONE
+    return 0
 
 
 def _check(flags) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, parse_flags, refusing, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.extras.planner import simulate
 from jaxrl_async.extras.planner.simulate import Outcome, Plan
@@ -233,11 +233,9 @@ def _preset_of(words: dict[str, str], settings: Settings | None) -> dict[str, fl
     from jaxrl_async.cli.fit import model_config_of  # loads JAX
     from jaxrl_async.fit.rates import rates_of
 
-    try:
+    with refusing(ValueError, JournalError):
         draw = simulate.lengths_of(words["lengths"], _number("max_new_tokens", words, int))
         drawn = draw(np.random.default_rng(0), 64, _number("group_size", words, int))
-    except (ValueError, JournalError) as error:
-        raise UsageError(str(error)) from None
     divided = words["devices"] != "0"
     devices = _number("learner_devices", words, int) if divided else settings.learner.num_devices
     return rates_of(
