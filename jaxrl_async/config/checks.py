@@ -202,16 +202,12 @@ def _of_queue(s: Settings) -> Iterator[str]:
             f"{_is(s, permit)} must be < {_is(s, lease)}: the learner would give up before the groups of a lost "
             "worker are issued again"
         )
-    address = queue.address or "localhost:0"
-    try:
-        security.check_listener("the queue", address, queue.token_env, "queue.token_env")
-    except ValueError as error:
-        yield f"queue.address: {error}"
-    try:
-        page = s.monitoring.address or "localhost:0"
-        security.check_listener("metrics", page, queue.token_env, "queue.token_env")
-    except ValueError as error:
-        yield f"monitoring.address: {error}"
+    for what, key in (("the queue", "queue.address"), ("metrics", "monitoring.address")):
+        address = _value(s, key) or "localhost:0"
+        try:
+            security.check_listener(what, address, queue.token_env, "queue.token_env")
+        except ValueError as error:
+            yield f"{key}: {error}"
     if len({bool(path) for path in (queue.tls_cert, queue.tls_key, queue.tls_ca)}) > 1:
         given = f"{queue.tls_cert!r}, {queue.tls_key!r} and {queue.tls_ca!r}"
         yield f"queue.tls_cert, queue.tls_key and queue.tls_ca go together, got {given}"
@@ -494,10 +490,9 @@ def _of_experts(s: Settings) -> Iterator[str]:
             f"{num} with {model.family!r}"
         )
     if not num:
-        if s.learner.expert > 1:
-            yield f"{_is(s, 'learner.expert')} needs a model with experts"
-        if s.learner.replay_routes == "on":
-            yield f"{_is(s, 'learner.replay_routes')} needs a model with experts"
+        needed = {"learner.expert": s.learner.expert > 1}
+        needed["learner.replay_routes"] = s.learner.replay_routes == "on"
+        yield from (f"{_is(s, key)} needs a model with experts" for key in needed if needed[key])
         return
     if not 1 <= model.experts_per_token <= num:
         yield f"model.experts_per_token must be in [1, {num}], the experts of a layer, got {model.experts_per_token}"

@@ -238,29 +238,8 @@ class LossConfig:
             )
         if surrogate == "cispo" and anchor == "current":
             yield "surrogate 'cispo' clips the ratio to the anchor, which is 1 with anchor 'current'"
-        if surrogate == "dg" and weight != "none":
-            yield (
-                "surrogate 'dg' uses no behavior probabilities, which a weight would bring back: behavior_weight "
-                f"must be 'none', got {weight!r}"
-            )
-        if (
-            surrogate == "dg"
-            and self.kl != "none"
-            and (self.kl_to == "behavior" or self.kl_weighted)
-        ):
-            yield (
-                "surrogate 'dg' uses no behavior probabilities, which a KL to 'behavior' or kl_weighted would bring "
-                "back"
-            )
-        if surrogate == "dg" and self.off_policy_delta is not None:
-            yield (
-                "surrogate 'dg' uses no behavior probabilities, which off_policy_delta would bring back"
-            )
-        if surrogate == "dg" and self.advantage in ("grpo", "batch"):
-            yield (
-                "surrogate 'dg' gates by the advantage in units of reward, R − mean: advantage must be 'dr_grpo' or "
-                f"'rloo', or 'turns' of an environment, got {self.advantage!r}, which divides by the spread"
-            )
+        if surrogate == "dg":
+            yield from self._contradictions_of_dg()
         is_used = surrogate not in WITHOUT_RATIO or weight != "none"
         if not is_used and anchor in ("recompute", "a3po", "linear"):
             yield (
@@ -279,6 +258,20 @@ class LossConfig:
             )
         if weight == "dppo_mask" and surrogate == "clipped":
             yield "weight 'dppo_mask' replaces the clip: surrogate must not be 'clipped'"
+
+    def _contradictions_of_dg(self) -> Iterator[str]:
+        uses, weight = "surrogate 'dg' uses no behavior probabilities, which", self.behavior_weight
+        if weight != "none":
+            yield f"{uses} a weight would bring back: behavior_weight must be 'none', got {weight!r}"
+        if self.kl != "none" and (self.kl_to == "behavior" or self.kl_weighted):
+            yield f"{uses} a KL to 'behavior' or kl_weighted would bring back"
+        if self.off_policy_delta is not None:
+            yield f"{uses} off_policy_delta would bring back"
+        if self.advantage in ("grpo", "batch"):
+            yield (
+                "surrogate 'dg' gates by the advantage in units of reward, R − mean: advantage must be 'dr_grpo' or "
+                f"'rloo', or 'turns' of an environment, got {self.advantage!r}, which divides by the spread"
+            )
 
     def _does_less(self) -> Iterator[str]:
         weight, anchor = self.behavior_weight, self.anchor
