@@ -60,7 +60,6 @@ async def score(
     An answer whose rollout or reward fails is not right; a warning of each set has the first of them.
 
     Args:
-      sets: of prompts.
       num_samples: n ≥ 1, beside the greedy one.
       seed: of the random generators that rollout functions are given.
       generate_of: (set, position of the prompt, sample) → its `generate`; sample 0 is the greedy one.
@@ -116,14 +115,9 @@ async def _answers(
         finally:
             await runner.close()
     if failures:
-        log.warning(
-            "%d of %d rollouts or rewards failed and count as not right; the first: %s",
-            *(
-                len(failures),
-                len(answers),
-                security.escaped(f"{type(failures[0]).__name__}: {failures[0]}"),
-            ),
-        )
+        first = security.escaped(f"{type(failures[0]).__name__}: {failures[0]}")
+        text = "%d of %d rollouts or rewards failed and count as not right; the first: %s"
+        log.warning(text, len(failures), len(answers), first)
     right = np.array([answer.result() for answer in answers])
     return right.reshape(len(wanted.prompts), -1), len(failures)
 

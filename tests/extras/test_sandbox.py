@@ -806,7 +806,7 @@ def test_an_attack_scores_0_and_harms_nothing(box_of_tests, host, name, monkeypa
     text = textwrap.dedent(ATTACKS[name])
     for word, value in values.items():
         text = text.replace(word, str(value))
-    monkeypatch.setattr(code._own, "get", lambda: box_of_tests)
+    monkeypatch.setattr(code, "_own", lambda: box_of_tests)
     limits = {
         "wall_secs": 0.7,
         "memory_bytes": 128 << 20,

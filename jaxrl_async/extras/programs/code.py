@@ -8,6 +8,7 @@ import ast
 import atexit
 import builtins
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -38,7 +39,6 @@ def code(completion: str, answer: str, metadata: Mapping[str, Any]) -> float:
     that is not indented.
 
     Args:
-      completion: a text.
       answer: a list of tests in JSON, each `"assert f(2) == 4"`, `"assert f(2)"`, `"assert not f(2)"` or
         `{"stdin": "2\\n", "stdout": "4\\n"}`. The right side of == is a literal. White space at the ends of lines of
         stdout, and empty lines at its end, are of no account.
@@ -50,10 +50,12 @@ def code(completion: str, answer: str, metadata: Mapping[str, Any]) -> float:
     """
     tests, limits = parse_tests(answer), _limits(metadata)
     program = program_of(completion, metadata.get("prefix", ""))
+    own = _own()
     try:
-        return float(all(_passes(_own.get(), program, tests, limits)))
+        return float(all(_passes(own, program, tests, limits)))
     except sandbox.SandboxError:
-        _own.close()
+        own.close()
+        _own.cache_clear()
         raise
 
 
@@ -115,25 +117,12 @@ def check(examples: Iterable) -> None:
 code.check = check
 
 
-class _Own:
+@functools.cache
+def _own() -> sandbox.Sandbox:
     """The sandbox of this process, made when it is needed."""
-
-    def __init__(self):
-        self._sandbox: sandbox.Sandbox | None = None
-        atexit.register(self.close)
-
-    def get(self) -> sandbox.Sandbox:
-        if self._sandbox is None:
-            self._sandbox = sandbox.Sandbox().__enter__()
-        return self._sandbox
-
-    def close(self) -> None:
-        if self._sandbox is not None:
-            self._sandbox.close()
-            self._sandbox = None
-
-
-_own = _Own()
+    own = sandbox.Sandbox().__enter__()
+    atexit.register(own.close)
+    return own
 
 
 def _parse_assert(text: str) -> tuple[str, str]:

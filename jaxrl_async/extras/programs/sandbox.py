@@ -118,9 +118,7 @@ class Sandbox:
 
         Args:
           program: its text. With expressions it is a module, else `__main__`.
-          stdin: of the program.
           expressions: evaluated afterwards, in order, in what it defined; each gives a line of the results.
-          limits: its bounds.
 
         Raises:
           SandboxError: the sandbox was lost. Another program needs another sandbox.
@@ -157,26 +155,24 @@ class Sandbox:
         }
 
     def _exchange(self, request: dict) -> dict:
+        reply = self._reply("it ended", request)
+        if "error" in reply:
+            raise SandboxError(f"the sandbox for programs was lost: {reply['error']}")
+        return reply
+
+    def _reply(self, ended: str, *requests: dict) -> dict:
+        """The answer; of a sandbox that is lost, {"error": why}."""
         try:
-            inside.send(self._channel, request)
+            for request in requests:
+                inside.send(self._channel, request)
             reply = inside.receive(self._channel)
         except OSError as error:
-            raise SandboxError(
-                f"the sandbox for programs was lost: {error or type(error).__name__}"
-            ) from None
-        if reply is None or "error" in reply:
-            reason = reply["error"] if reply else "it ended"
-            raise SandboxError(f"the sandbox for programs was lost: {reason}")
-        return reply
+            return {"error": str(error) or type(error).__name__}
+        return {"error": ended} if reply is None else reply
 
     def _expect(self, key: str = "") -> None:
         """Reads a message of the start."""
-        try:
-            reply = inside.receive(self._channel)
-        except OSError as error:
-            reply = {"error": str(error) or type(error).__name__}
-        if reply is None:
-            reply = {"error": f"{sys.executable} ended"}
+        reply = self._reply(f"{sys.executable} ended")
         if "error" in reply or (key and key not in reply):
             raise SandboxError(
                 f"the sandbox for programs cannot be made here: {reply.get('error')}. It needs Linux ≥ 5.14 and user, "
