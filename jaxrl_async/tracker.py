@@ -52,10 +52,8 @@ class Tracker:
     ):
         """Args:
 
-        service: makes the service.
         workdir: of the run, whose name is the run's; `FILE` in it names the run to continue.
         project: the service's group of runs.
-        config: the run's settings, nested.
         """
         self._workdir = pathlib.Path(workdir).absolute()
         self._project, self._config = project, config

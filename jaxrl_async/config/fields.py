@@ -54,7 +54,6 @@ def setting(default: T, about: str, **known: Unpack[Known]) -> T:
     Args:
       default: its value where a config has none.
       about: a sentence that stands alone, in Markdown.
-      **known: all else that is known of it.
     """
     metadata = {"about": about, "default": default, "before": default, **known}
     if isinstance(metadata["default"], Mapping):

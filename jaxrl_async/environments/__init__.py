@@ -46,7 +46,6 @@ def environment_class(name: str, args: Mapping[str, Any]) -> type:
     """An environment's class by its name in ENVIRONMENTS, or by "module:Name", checked with an episode's arguments.
 
     Args:
-      name: of the environment.
       args: what each episode is made with, by keyword.
 
     Raises:

@@ -30,7 +30,6 @@ def main(name: str, args: str, max_secs: str, memory_bytes: str) -> None:
     """Serves episodes of one environment, one after the other, until stdin ends.
 
     Args:
-      name: of the environment.
       args: of each episode, a JSON object.
       max_secs: a call that takes longer ends the process, even where its host is gone.
       memory_bytes: bound on the address space it takes from here on; 0 for none.

@@ -38,7 +38,6 @@ async def check(
     Args:
       client: has the run's keys.
       address: "http://host:port", where the server takes control calls.
-      expected: the run's needs.
       timeout_secs: bound on the whole.
 
     Raises:

@@ -37,7 +37,6 @@ def samples(
 
     Args:
       workdir: of a run that has ended.
-      config: the content of its config.json.
       say: gets a sentence where the journal lacks the end of the run.
 
     Raises:

@@ -194,8 +194,6 @@ def table(
     """A table.
 
     Args:
-      head: the names of the columns.
-      body: the cells of each row.
       words: the columns that are no numbers.
       links: text of a first cell → where it leads.
       stacked: on a phone, one cell below the other, each with the name of its column.

@@ -69,7 +69,6 @@ def check_reward(reward: Reward, examples: Iterable = ()) -> None:
     """Calls a reward's own check, its attribute `check`, where it has one: before a run, and in each of its processes.
 
     Args:
-      reward: the function.
       examples: whose answers it will see; none in a process.
 
     Raises:

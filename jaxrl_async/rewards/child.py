@@ -60,8 +60,6 @@ async def start(
     """Starts `python -m module arguments`, which finds the same modules as this process.
 
     Args:
-      module: of this package.
-      *arguments: its words.
       environment: names of the variables of this process that it gets, beside ENVIRONMENT.
       max_line_bytes: of a line that is read of it.
     """

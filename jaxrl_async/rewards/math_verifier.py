@@ -42,7 +42,6 @@ def math_verify(completion: str, answer: str) -> float:
     where memory runs out.
 
     Args:
-      completion: a text.
       answer: the gold answer alone, as in "\frac{1}{2}", "$[0, 1)$" or "\boxed{50\%}".
 
     Raises:

@@ -138,7 +138,6 @@ class RewardPool:
 
         Args:
           completion: the text of the sampled tokens, without stop tokens.
-          answer: the gold answer.
           seen: a value of JSON for each name of rewards.SEEN; the reward gets those that it asks for.
 
         Raises:

@@ -38,7 +38,6 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
     """Serves one reward until stdin ends.
 
     Args:
-      name: of the reward.
       max_secs: a call that takes longer ends the process, even where the pool is gone.
       memory_bytes: bound on the address space it takes from here on; 0 for none.
     """

@@ -74,10 +74,8 @@ def slurm_script(
 
     Args:
       command: `python -m jaxrl_async sweep --sweep=… --dir=…`, without --point.
-      name: of the job.
       directory: the sweep's, absolute; receives the tasks' output.
       cwd: where the command runs.
-      indexes: of the points to run.
       at_once: tasks that run at the same time; 0 for no limit.
 
     Raises:
@@ -114,7 +112,6 @@ def jobset_yaml(
       command: as of `slurm_script`, as the image's shell can run it.
       name: of the JobSet; a character that Kubernetes refuses in names becomes "-".
       directory: the sweep's, absolute; the claim is mounted there.
-      num_points: of the whole sweep.
       at_once: pods that run at the same time; 0 for no limit.
       image: with this package and the sweep's file.
       claim: name of a PersistentVolumeClaim that all pods can write.

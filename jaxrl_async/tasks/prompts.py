@@ -29,8 +29,6 @@ def prompt_stream(
     Each epoch (one index per prompt that fits) is another permutation.
 
     Args:
-      task: gives the examples.
-      tokenizer: makes tokens of them.
       split: "train" or "test".
       seed: of the order, ≥ 0.
       max_prompt_tokens: longer prompts are left out, and have no index.
@@ -68,8 +66,6 @@ def demonstration_tokens(
     Each turn of the policy ends in eos_id; observations between turns are not imitated.
 
     Args:
-      task: gives the texts.
-      tokenizer: makes tokens of them.
       num: how many the task is asked for, ≥ 1.
       max_tokens: bound on P + R; longer ones are left out.
 

@@ -93,7 +93,6 @@ def load_tokenizer(directory: str | os.PathLike, **reading: Any) -> Tokenizer:
     """Reads a tokenizer from its files.
 
     Args:
-      directory: holds them.
       **reading: of a tokenizer in Hugging Face layout, as of `HFTokenizer`.
 
     Raises:
@@ -121,9 +120,7 @@ def train_bpe(
     Every byte has a token, so every text can be encoded; every digit is a token of its own.
 
     Args:
-      texts: to train on.
       vocab_size: bound on the vocabulary, ≥ 258 (256 bytes, padding, end of sequence); few texts fill less of it.
-      directory: of its files.
 
     Raises:
       ValueError: vocab_size is too small.
@@ -166,7 +163,6 @@ def completion_text(
     Tool output between turns is left out; the turns stand side by side.
 
     Args:
-      trajectory: a valid row.
       decode: token ids → text.
       stop_token_ids: of which one may stand at the end of a turn.
     """
@@ -253,7 +249,6 @@ class HFTokenizer:
         """Reads the files.
 
         Args:
-          directory: holds them.
           chat_template: "" for its own, "none", or a Jinja file in its place.
           date: YYYY-MM-DD, what a chat template takes for today; "" refuses one that asks.
           stop_tokens: further tokens that end a completion, by their texts.

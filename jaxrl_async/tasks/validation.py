@@ -24,9 +24,7 @@ class WithValidation:
         """Chooses nothing yet.
 
         Args:
-          task: the questions.
           num: of the validation split, ≥ 1; at least as many are taken, where questions of one key stay together.
-          seed: of the choice.
         """
         self._task, self._num, self._seed = task, num, seed
         self._source = getattr(task, "validation_from", "train")

@@ -33,7 +33,6 @@ def export(
       step: the checkpoint; None is the last one.
       out: the directory to write, new or empty.
       dtype: "float32" | "bfloat16", of the tensors.
-      adapter: write the adapters alone.
 
     Returns:
       The step of the checkpoint.

@@ -56,7 +56,6 @@ def compare(
 
     Args:
       directory: in Hugging Face layout.
-      sequences: the tokens.
       dtype: of the learner's forward, and of the engine's, "float32" | "bfloat16".
       against: a name in AGAINST, or the directory of another checkpoint of this shape. transformers computes in
         float32, on the CPU.

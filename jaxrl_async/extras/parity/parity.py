@@ -173,7 +173,6 @@ async def measure(
     Args:
       server: "http://host:port".
       directory: in Hugging Face layout, with a manifest.json where the weight store wrote it.
-      questions: the prompts and the sampling.
       dtype: of the learner's forward, "float32" | "bfloat16".
       tolerance: nats, > 0.
       timeout_secs: bound on each call.
@@ -235,7 +234,6 @@ def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
     the other dtype. Where the server names another version than the manifest, a tenth of the difference is too much.
 
     Args:
-      evidence: of `measure`.
       tolerance: nats, > 0; see Stats.within.
 
     Returns:

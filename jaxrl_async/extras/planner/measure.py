@@ -54,7 +54,6 @@ async def of_server(
       push: also load the server's own weights again.
       timeout_secs: bound on each call.
       api_key, admin_api_key, tls_ca: as of `InferenceClient`.
-      clock: seconds.
       say: takes a line about what is measured now.
 
     Returns:
