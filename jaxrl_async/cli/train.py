@@ -35,6 +35,13 @@ from jaxrl_async.sealed import DamagedError
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one")
 PARENT_POLL_SECS = 1.0  # poll interval
+CHATTY = (
+    "absl",
+    "jax",
+    "tensorboardX",
+    "fsspec",
+    "gcsfs",
+)  # They log every file and every missing backend.
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
 
@@ -158,10 +165,9 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     words += [f"--config.queue.address={values.config.queue.address}"]
     words += [f"--config.server.addresses={values.config.server.addresses!r}"]
     rewards = values.config.rollout.reward_addresses
-    words += [f"--config.rollout.reward_addresses={rewards!r}"] if rewards else []
-    words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
-    words += ["--resume"] if values.resume else []
-    words += ["--fallback"] if values.fallback else []
+    words += [f"--config.rollout.reward_addresses={rewards!r}"] * bool(rewards)
+    words += [f"--coordinator={values.coordinator}"] * bool(values.coordinator)
+    words += [f"--{name}" for name in ("resume", "fallback") if values[name].value]
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
@@ -212,13 +218,7 @@ def _run_one(
     role = values.role
     text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
     security.log_to_stderr("json" if settings.monitoring.logs == "json" else text)
-    for chatty in (
-        "absl",
-        "jax",
-        "tensorboardX",
-        "fsspec",
-        "gcsfs",
-    ):  # They log every file and every missing backend.
+    for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if found := in_the_clear(settings):
         log.warning("security.insecure: without TLS to %s", ", ".join(found))

@@ -335,8 +335,12 @@ def fate(rows: Rows) -> list[Figure]:
 
 def _by_staleness(rows: Rows) -> dict[str, dict[str, np.ndarray]]:
     """Staleness → metric → values over the steps, NaN in a step without such tokens; empty buckets are left out."""
-    names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=_bucket_start)
     found: dict[str, dict[str, np.ndarray]] = {}
+
+    def start(name: str) -> int:  # "lag/2-4/tokens" → 2
+        return int(re.split("[-+/]", name)[1])
+
+    names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=start)
     for name in names:
         _, bucket, key = name.split("/")
         tokens = np.nan_to_num(column(rows, f"lag/{bucket}/tokens"))
@@ -344,10 +348,6 @@ def _by_staleness(rows: Rows) -> dict[str, dict[str, np.ndarray]]:
             values = np.where(tokens > 0, column(rows, name), np.nan)
             found.setdefault(bucket, {})[key] = values
     return found
-
-
-def _bucket_start(name: str) -> int:
-    return int(name.split("/")[1].rstrip("+").split("-")[0])
 
 
 def _last(first: str, *others: str) -> dict[str, str]:

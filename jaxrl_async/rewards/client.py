@@ -217,16 +217,15 @@ class RewardClient:
 
     def _suspect(self, service: _Service, error: grpc.aio.AioRpcError) -> None:
         """Has a service that gave no answer asked last, and described again; raises PoolError where it refused."""
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise PoolError(
+                f"the reward service {service.address} asks for a token; this process sent none or a wrong one: "
+                "queue.token_env must name the variable that holds it"
+            ) from None
         if error.code() not in _LOST:
-            raise _refusal(service.address, error) from None
+            reason = error.details()
+            raise PoolError(
+                f"the reward service {service.address} refused a call: {reason}"
+            ) from None
         service.suspect_until = self.clock() + SUSPECT_SECS
         service.num_processes, service.failure = 0, error.details() or ""
-
-
-def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return PoolError(
-            f"the reward service {address} asks for a token; this process sent none or a wrong one: queue.token_env "
-            "must name the variable that holds it"
-        )
-    return PoolError(f"the reward service {address} refused a call: {error.details()}")

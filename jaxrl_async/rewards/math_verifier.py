@@ -50,14 +50,11 @@ def math_verify(completion: str, answer: str) -> float:
     gold = _in_time(_parsed, answer if r"\boxed" in answer else rf"\boxed{{{answer}}}")
     if not gold:
         raise ValueError(f"gold answer {answer!r:.200} cannot be parsed")
-    return float(bool(_in_time(_agrees, gold, completion)))
+    agrees = _in_time(lambda: verify(gold, _parsed(completion), timeout_seconds=None))
+    return float(bool(agrees))
 
 
 math_verify.times_out_as = 0.0  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _agrees(gold: list, completion: str) -> bool:
-    return verify(gold, _parsed(completion), timeout_seconds=None)
 
 
 def _parsed(text: str) -> list:

@@ -151,12 +151,8 @@ def _after(config, forward, prompt_tokens, params, tokens, num_layers):
         return param.replace(jnp.where(layers, param[...], 0))
 
     model = nnx.merge(transformer.graphdef(config), nnx.map_state(cut, params))
-    model.final_norm = _identity
+    model.final_norm = lambda hidden: hidden
     return forward(model, tokens, prompt_tokens)
-
-
-def _identity(hidden):
-    return hidden
 
 
 def _learner_forward(model, tokens, _):

@@ -192,7 +192,9 @@ async def measure(
             info = kind.info
             vocab_size = await kind.vocab_size(timeout_secs=timeout_secs)
             check_vocabulary(server, vocab_size, config, directory)
-            prompts = _prompts(questions, config.vocab_size)
+            rng = np.random.default_rng(questions.seed)
+            shape = (questions.num_prompts, questions.prompt_tokens)
+            prompts = rng.integers(0, config.vocab_size, shape).astype(np.int32)
             learner = _Learner(config, read_params(directory, config, adapter))
 
             async def ask() -> tuple[list[Completion], Answers]:
@@ -339,13 +341,6 @@ def check_vocabulary(server, vocab_size, config, directory) -> None:
             f"the server's vocabulary has {vocab_size} tokens, that of {directory} has "
             f"{config.vocab_size}: the server holds another model"
         )
-
-
-def _prompts(questions: Questions, num_ids: int) -> np.ndarray:
-    """int32 [B, P]"""
-    rng = np.random.default_rng(questions.seed)
-    shape = (questions.num_prompts, questions.prompt_tokens)
-    return rng.integers(0, num_ids, shape).astype(np.int32)
 
 
 async def _completions(

@@ -78,7 +78,8 @@ def main(argv: list[str]) -> int:
     settings = settings_of(flags.config) if has_config else None
     servers = _servers_of(flags.servers, settings)
     given = _sizes_of(settings, servers) if settings else {}
-    words = {name: _word(name, flags, given) for name in (*_SIZES, *_COSTS)}
+    words = {name: flags[name].value for name in (*_SIZES, *_COSTS)}
+    words |= {name: str(size) for name, size in given.items() if not flags[name].present}
     words["num_slots"] = words["num_slots"] or ("" if servers == "embedded" else str(SLOTS))
     if words["rates"]:
         measured = _rates_of(pathlib.Path(words["rates"]))
@@ -305,12 +306,6 @@ def _secs_of_fit(program: dict[str, Any]) -> float:
     if "total_secs" not in program:  # of an earlier version, with one number for its kernels
         return program["secs"] and program["secs"] + program.get("kernel_secs", 0.0)
     return statistics.fmean(program["total_secs"] or [0.0])
-
-
-def _word(name: str, flags: Any, given: dict[str, Any]) -> str:
-    if name in given and not flags[name].present:
-        return str(given[name])
-    return flags[name].value
 
 
 def _number(name: str, words: dict[str, str], kind: type) -> Any:

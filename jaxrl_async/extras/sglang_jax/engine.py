@@ -498,19 +498,15 @@ class WeightsLoader:
         return Weights(state, jax.block_until_ready(leaves), version_digest(digests))
 
     def _check_names(self, directory, names):
-        known = "|".join(re.escape(name).replace(r"\*", ".*?") for name in self._names())
+        ours = []
+        for name, mapping in self._mappings.items():
+            ours += mapping.target_path[1:] if name.startswith("__MOE_EXPERTS__") else [name]
+        known = "|".join(re.escape(name).replace(r"\*", ".*?") for name in ours)
         tied = self._served.get("tie_word_embeddings", False)
         for name in names:
             # A tied checkpoint may hold the head all the same; transformers ignores it too.
             if not re.fullmatch(known, name) and not (tied and name == "lm_head.weight"):
                 raise WeightsError(f"{directory}: tensor {name} is unknown to the served model")
-
-    def _names(self):
-        for name, mapping in self._mappings.items():
-            if name.startswith("__MOE_EXPERTS__"):
-                yield from mapping.target_path[1:]
-            else:
-                yield name
 
     def _load(self, directory):
         """Upstream's own loader: it knows each architecture's names, transposes and shardings."""
