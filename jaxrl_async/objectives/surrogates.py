@@ -131,18 +131,15 @@ def dg(
     return jax.nn.sigmoid((delight - threshold) / temperature) * reinforce(logprobs, advantages)
 
 
-def sapo(
-    ratio: jax.Array, advantages: jax.Array, *, positive: float = 1.0, negative: float = 1.05
-) -> jax.Array:
+def sapo(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
     """A soft gate in the place of the clip; at r = 1 the slope is that of −r·A.
 
         loss = −(4/τ)·σ(τ·(r − 1))·A,    τ = 1.0 where A > 0, else 1.05
 
-    "Soft Adaptive Policy Optimization", arXiv 2511.20347. Arguments and result as of `clipped`, and the temperatures,
-    > 0, of positive and of negative advantages.
+    "Soft Adaptive Policy Optimization", arXiv 2511.20347. Arguments and result as of `clipped`.
     """
     advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
-    temperature = jnp.where(advantages > 0, positive, negative)
+    temperature = jnp.where(advantages > 0, 1.0, 1.05)
     return -4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1.0)) * advantages
 
 

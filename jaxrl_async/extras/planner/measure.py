@@ -41,7 +41,6 @@ async def of_server(
     api_key: str | None,
     admin_api_key: str | None,
     tls_ca: str = "",
-    clock: Callable[[], float] = time.monotonic,
     say: Callable[[str], None] = print,
 ) -> dict[str, float]:
     """Measures a server that answers nobody else.
@@ -81,9 +80,9 @@ async def of_server(
             async def wave(n: int) -> float:
                 """Seconds a token of n requests that start together."""
                 prompts = rng.integers(vocab_size or 2, size=(n, prompt_tokens)).tolist()
-                since = clock()
+                since = time.monotonic()
                 tokens = await _ask(client, server, prompts, max_new_tokens, timeout_secs)
-                return (clock() - since) * n / tokens
+                return (time.monotonic() - since) * n / tokens
 
             say(f"{server}: warm-up")
             await wave(count)
@@ -99,7 +98,7 @@ async def of_server(
             elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
                 weights = (path, version)
-                times = [await _reload(kind, weights, timeout_secs, clock) for _ in range(REPEATS)]
+                times = [await _reload(kind, weights, timeout_secs) for _ in range(REPEATS)]
                 found["pause_secs"] = statistics.median(times)
         except ServerError as error:
             raise MeasureError(str(error)) from error
@@ -172,14 +171,12 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
     return tokens
 
 
-async def _reload(
-    server: SglangApi, weights: tuple[str, str], timeout_secs: float, clock: Callable[[], float]
-) -> float:
+async def _reload(server: SglangApi, weights: tuple[str, str], timeout_secs: float) -> float:
     """Seconds of a pause in which the server loads its own weights, (path, version), again."""
-    since = clock()
+    since = time.monotonic()
     await server.pause(mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
     try:
         await server.load(*weights, True, timeout_secs)
     finally:
         await server.continue_(timeout_secs=timeout_secs)
-    return clock() - since
+    return time.monotonic() - since
