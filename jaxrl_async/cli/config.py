@@ -274,9 +274,7 @@ def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
         argv = [f"--config={sweep.config}", *point.words]
         config = parse_flags("", argv, config=True).config
     for key, value in point.overrides.items():
-        found = config
-        for part in RENAMED.get(key, key).split("."):
-            found = found[part]
+        found = functools.reduce(getattr, RENAMED.get(key, key).split("."), config)
         if found != value:
             raise UsageError(
                 f"point {point.name!r}: config.{key} = {value!r} would come through as {found!r}"
@@ -379,9 +377,7 @@ def _set_nones(config: ml_collections.ConfigDict, argv: list[str]) -> list[str]:
             others.append(word)
             continue
         *path, field = key.removeprefix("--config.").split(".")
-        node = config
-        for part in path:
-            node = node[part]
+        node = functools.reduce(getattr, path, config)
         if isinstance(node[field], str):  # The string "None".
             others.append(word)
             continue
