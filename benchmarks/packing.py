@@ -10,7 +10,8 @@ part of the former. Mean, least and most of five draws.
 "host" is the time of `packing.assign_rows` by itself. "accumulate" is that of the backward passes over the same 96
 trajectories, an eighth as long, of a small model: fixed, and packed by each policy into rows of the same static shape,
 so that all run one compiled program; they take turns in one process, in alternating order, and a figure is the median
-over rounds of (fixed / dynamic in the same round), with the quartiles. That their gradients are the same is checked.
+over rounds of (fixed / dynamic in the same round), with the quartiles. Seconds are of the process's CPU, and tokens
+those of trajectories, without padding. That the gradients are the same is checked.
 
 Results are printed and written to benchmarks/results/packing.json, or to --out; parts that were not asked for stay as
 they were there.
@@ -135,7 +136,7 @@ def assign_secs(num_sequences: int, policy: str, tries: int = 9) -> float:
 
 
 def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
-    """Seconds of one accumulation of each kind, and how many times as long the fixed one takes."""
+    """Tokens per CPU second of an accumulation of each kind, and how many times as long the fixed one takes."""
     config = shapes.model_config(model | {"dtype": "float32"})
     train_step = shapes.make_train_step(config)
     params = sharding.init_sharded(config, shapes.one_device(), seed=0)
@@ -157,10 +158,11 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
     order, secs = list(batches), {policy: [] for policy in batches}
     for _ in range(rounds):
         for policy in order:
-            start = time.perf_counter()
+            start = time.process_time()
             accumulated(policy)
-            secs[policy].append(time.perf_counter() - start)
+            secs[policy].append(time.process_time() - start)
         order.reverse()
+    num_tokens = sum(len(t.tokens) for group in groups for t in group.trajectories)
     return {
         "rounds": rounds,
         "compilations": train_step.num_compilations(),
@@ -168,7 +170,7 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
             policy: {
                 "microbatches": len(batches[policy]),
                 "padding_share": packing.padding_share(batches[policy]),
-                "secs": float(np.median(secs[policy])),
+                "tokens_per_sec": record.quartiles(num_tokens / np.array(secs[policy])),
                 "fixed_over_this": record.quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
             }
             for policy in batches
