@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="few requests")
     args = parser.parse_args(argv)
     if args.smoke:
-        args.seeds, args.requests = 1, 32
+        args.seeds, args.requests = 1, 80
     settings, rows = grid.settings_with(SETTINGS), []
     with tempfile.TemporaryDirectory() as workdir:
         engine, versions = started(settings, pathlib.Path(workdir))

@@ -3,8 +3,8 @@
     python benchmarks/overlap.py [--steps=20] [--rate=4] [--smoke]
 
 Queue, rollout worker, learner and server are processes of their own. Before the server's control address is a proxy,
-which lets through `rate` MB a second of what the learner sends, and notes when. The model is that of modes.py; each
-step is pushed by transport `stream` as a difference. Arms: all layers and four blocks in mode async, where a step
+which lets through `rate` MB a second of what the learner sends, and notes when. The model is that of modes.py, which
+reverses tokens; each step is pushed by transport `stream` as a difference. Arms: all layers and four blocks in mode async, where a step
 begins while the version before is on its way, and four blocks in mode sync, which waits for it.
 
 Of the steps after the first five: seconds a step, bytes a step, seconds a step that bytes are in flight, and seconds
@@ -36,6 +36,9 @@ ARMS = {
 }
 WORKLOAD = {k: v for k, v in modes.WORKLOAD.items() if not k.startswith("cpus.")}
 WORKLOAD |= {"weights.transport": "stream", "weights.delta": True, "weights.push_every_steps": 1}
+# Rewards for a part of an answer: those of sums would all be 0, and a version that is the one before is sent in full.
+WORKLOAD |= {"task.name": "token_reversal", "tokenizer.alphabet": "0123456789>"}
+WORKLOAD |= {"task.args": {"num_tokens": 5, "num_symbols": 10, "num_test": 64, "seed": 0}}
 SMOKE = {"model.model_dim": 32, "model.mlp_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
 START_SECS, RUN_SECS = 300.0, 1800.0
 

@@ -26,6 +26,7 @@ README, PAGE, METHODS, SERVERS = (
     "docs/servers.md",
 )
 STALE = 20  # commits
+SCORES = ("greedy", "pass@1", "pass@4")
 # Result → the rooms of the package that it measures, beside its script; "" is the package.
 MEASURES = {
     "accelerator/h100": "learner models inference",
@@ -48,6 +49,7 @@ MEASURES = {
     "differences": "versions learner",
     "experts": "models/experts.py inference learner",
     "fleet": "rollout queue publishing",
+    "interrupt": "inference",
     "journal": "queue",
     "learner": "learner models",
     "lora": "learner models versions",
@@ -70,6 +72,7 @@ MEASURES = {
     "servers": "servers publishing inference",
     "sessions": "rollout servers",
     "shared_prompts": "learner models",
+    "smollm2": "learner rollout inference models objectives",
     "distillation": "objectives learner",
     "staleness": "objectives learner",
     "staleness_ess": "objectives learner",
@@ -190,6 +193,12 @@ def _learning() -> Iterator[tuple[str, str, str]]:
             if row[k]:
                 low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
                 yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
+    found = result("smollm2")
+    for row in found["rows"]:
+        for scores in (row["before"], row["after"]):
+            yield "smollm2", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    mean = "{mean:.3f} ± {half_width:.3f}".format(**found["pass@1"])
+    yield "smollm2", PAGE, f"pass@1 at step 60 is {mean}"
     table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
     for (blocks, step), row in table.items():
         if blocks == 2 and 0 < step <= 100:
@@ -241,6 +250,19 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     ratio = shared["ratio"]
     text = f"{ratio['median']:.2f}x ({ratio['low']:.2f}–{ratio['high']:.2f}), "
     yield "shared_prompts", PAGE, text + f"{shared['share_of_ideal']:.0%}".replace("%", " %")
+
+    policies = result("packing")["accumulate"]["policies"]
+    order = ("first_fit", "fewest", "in_order", "fixed")
+    cells = [f"{round(policies[p]['tokens_per_sec']['median'], -1):,.0f}" for p in order]
+    yield "packing", PAGE, f"| tokens/s | {' | '.join(cells)} |"
+    cells = [f"{policies[p]['fixed_over_this']['median']:.2f}x" for p in order[:3]]
+    yield "packing", PAGE, f"| over one to a row | {' | '.join(cells)} |"
+    table = {(row["per_slot"], row["way"]): row for row in result("interrupt")["table"]}
+    for per_slot, requests in ((1, 16), (4, 64)):
+        rows = [table[per_slot, way] for way in ("drain", "retract", "in_place")]
+        cells = [_rounded(row["tokens_per_cpu_sec"]) for row in rows]
+        cells += [_pair(row["over_drain"]) for row in rows[1:]]
+        yield "interrupt", PAGE, f"| {requests} | {' | '.join(cells)} |"
 
     sides = {name: row["sides"] for name, row in result("peers")["measures"].items()}
     for measure, side, digits in (
@@ -449,8 +471,18 @@ def _order_cells(row: dict[str, Any]) -> list[str]:
     return [_dot(speedup), f"{dropped:.0%}".replace("%", " %"), _dot(length)]
 
 
+def _score(scores: dict[str, float], name: str) -> str:
+    if f"{name}_low" not in scores:
+        return f"{scores[name]:.3f}"
+    return f"{scores[name]:.3f} ({scores[f'{name}_low']:.3f}–{scores[f'{name}_high']:.3f})"
+
+
 def _pair(cell: dict[str, float]) -> str:
     return f"{_dot(cell['mean'])} ± {_dot(cell['half_width'])}"
+
+
+def _rounded(cell: dict[str, float]) -> str:
+    return " ± ".join(f"{round(cell[k], -1):,.0f}" for k in ("mean", "half_width"))
 
 
 def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = False) -> str:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import learner
 import newcomer
 import numpy as np
+import overlap
 import packing as packings
 import peers
 import pytest
@@ -549,3 +550,18 @@ def test_a_peers_source_is_copied_as_this_python_reads_it_with_stand_ins_for_wha
     assert stand_ins.find_spec("seqio.vocabularies", None).loader is stand_ins
     assert stand_ins.find_spec("seqiox", None) is None
     assert fit_peer.TUNED.count("--xla_") == 8
+
+
+def test_bytes_in_flight_are_shared_out_among_the_steps():
+    rows = [{"unix_time": 10.0 + step, "time/step_secs": 1.0} for step in range(5)]  # to warm up
+    rows += [
+        {"unix_time": 20.0, "time/step_secs": 4.0, "time/wait_data_secs": 0.5},  # from 16
+        {"unix_time": 23.0, "time/step_secs": 3.0, "time/wait_push_secs": 2.5},
+    ]
+    rows = [row | {"staleness/mean": 1.0} for row in rows]
+    # Of 4 s and 800 bytes the half before 20; then a second within the last step, most of which waits.
+    found = overlap.summary(rows, [(18.0, 22.0, 800), (22.0, 22.5, 100), (30.0, 31.0, 1)])
+    first, last = found["rows"]
+    assert (first["flight_secs"], first["bytes"], first["beside_secs"]) == (2.0, 400.0, 1.5)
+    assert (last["flight_secs"], last["bytes"], last["beside_secs"]) == (2.5, 500.0, 0.0)
+    assert found["beside"] == 1.5 / 4.5 and found["step_secs"] == 3.5

@@ -216,6 +216,26 @@ def check_nonsense(result, directory):
         assert bad == (0, 0, 0), row["faults"]
 
 
+def check_interrupt(result, directory):
+    rows = {(row["per_slot"], row["way"]): row for row in result["rows"]}
+    assert rows[1, "retract"]["pushes"] == 5 and rows[4, "drain"]["pushes"] == 1
+    assert rows[1, "retract"]["retractions"] > 0 == rows[1, "in_place"]["retractions"]
+    assert {row["over_drain"]["mean"] for row in result["table"] if row["way"] == "drain"} == {1}
+
+
+def check_overlap(result, directory):
+    arms = result["arms"]
+    assert arms["async, 4 blocks"]["bytes"] < arms["async, all layers"]["bytes"]
+    assert arms["sync, 4 blocks"]["wait_push"] > 0 == arms["async, 4 blocks"]["wait_push"]
+
+
+def check_smollm2(result, directory):
+    assert set(result["proof"]) == {"seed 3", "seed 4"}
+    rows = result["rows"]
+    assert [row["seed"] for row in rows] == [3, 4] and result["pass@1"]["seeds"] == 2
+    assert all(row["after"]["pass@1_low"] <= row["after"]["pass@1_high"] for row in rows)
+
+
 DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
 LONG = pytest.mark.long
 
@@ -276,6 +296,9 @@ LONG = pytest.mark.long
         pytest.param("trajectory_queue", [["--smoke"]], "queue", check_queue, marks=LONG),
         pytest.param("rewards", [["--smoke"]], "rewards", check_rewards, marks=LONG),
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
+        pytest.param("interrupt", [["--smoke"]], "interrupt", check_interrupt, marks=LONG),
+        pytest.param("overlap", [["--smoke"]], "overlap", check_overlap, marks=LONG),
+        pytest.param("smollm2", [["--smoke", "--seeds=4,3"]], "smollm2", check_smollm2, marks=LONG),
         ("journal", [["--smoke"]], "journal", check_journal),
         pytest.param("wire", [["--smoke"]], "wire", check_wire, marks=LONG),
         ("nonsense", [["--smoke"]], "nonsense", check_nonsense),
