@@ -4,8 +4,8 @@
 
 Queue, rollout worker, learner and server are processes of their own. Before the server's control address is a proxy,
 which lets through `rate` MB a second of what the learner sends, and notes when. The model is that of modes.py, which
-reverses tokens; each step is pushed by transport `stream` as a difference. Arms: all layers and four blocks in mode async, where a step
-begins while the version before is on its way, and four blocks in mode sync, which waits for it.
+reverses tokens here; each step is pushed by transport `stream` as a difference. Arms: all layers and four blocks in
+mode async, where a step begins while the version before is on its way, and four blocks in mode sync, which waits.
 
 Of the steps after the first five: seconds a step, bytes a step, seconds a step that bytes are in flight, and seconds
 that the learner waits for data and for pushes. "beside": the least share of the seconds in flight in which the learner
