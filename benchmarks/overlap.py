@@ -38,7 +38,7 @@ WORKLOAD = {k: v for k, v in modes.WORKLOAD.items() if not k.startswith("cpus.")
 WORKLOAD |= {"weights.transport": "stream", "weights.delta": True, "weights.push_every_steps": 1}
 # Rewards for a part of an answer: those of sums would all be 0, and a version that is the one before is sent in full.
 WORKLOAD |= {"task.name": "token_reversal", "tokenizer.alphabet": "0123456789>"}
-WORKLOAD |= {"task.args": {"num_tokens": 5, "num_symbols": 10, "num_test": 64, "seed": 0}}
+WORKLOAD |= {"task.args": {"num_tokens": 5, "num_symbols": 10, "num_test": 512, "seed": 0}}
 SMOKE = {"model.model_dim": 32, "model.mlp_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 1}
 START_SECS, RUN_SECS = 300.0, 1800.0
 
