@@ -64,28 +64,6 @@ class Engine(Protocol):
         ...
 
 
-class Writers:
-    """Which learner may give a server weights: the one of the newest generation, in each run."""
-
-    def __init__(self):
-        self._newest = NOBODY
-
-    def check(self, writer: Identity) -> None:
-        """Takes the learner of an update; NOBODY is one without a run, such as a tool.
-
-        Raises:
-          ValueError: another learner has superseded it; the message names both generations.
-        """
-        if writer == NOBODY:
-            return
-        if writer.run_id == self._newest.run_id and writer.generation < self._newest.generation:
-            raise ValueError(
-                f"learner generation {writer.generation} of run {writer.run_id} is superseded by generation "
-                f"{self._newest.generation}"
-            )
-        self._newest = writer
-
-
 def _answering(method: Callable[..., Awaitable[Answer]]) -> Callable[..., Awaitable[Answer]]:
     """A method whose refusals are answers."""
 
@@ -121,7 +99,8 @@ class Receiver:
     reads_in_the_pause: bool = False
 
     def __post_init__(self):
-        self._writers, self._prepared = Writers(), Prepared()
+        self._writer = NOBODY  # the learner of the newest generation that came
+        self._prepared = Prepared()
         self.lease = PauseLease(self.engine.resume)
 
     def open(self, parent: str = "") -> None:
@@ -158,7 +137,7 @@ class Receiver:
         """
         asked, lease_secs = Preparation.read(body), protocol.read_lease(lease)
         version, digest = asked.weight_version, asked.weight_digest
-        self._writers.check(asked.writer)
+        self._check_writer(asked.writer)
         path = asked.model_path
         directory = self._arrived(version) if path is None else self._confined(path)
         is_own = path is None and not asked.hand_on
@@ -188,7 +167,7 @@ class Receiver:
             await _remove(directory)
 
     async def _update(self, directory: pathlib.Path | None, update: Update) -> Answer:
-        self._writers.check(update.writer)
+        self._check_writer(update.writer)
         weights = self._prepared.take(_name(update), update.weight_digest)
         if weights is not None:
             num_paused = await self.engine.swap(weights, update)
@@ -198,6 +177,17 @@ class Receiver:
             num_paused = await self.engine.update(directory, update)
         message = f"weights are now version {update.weight_version}"
         return 200, {"success": True, "message": message, "num_paused_requests": num_paused}
+
+    def _check_writer(self, writer: Identity) -> None:
+        """Raises ValueError for a learner that another one of its run has superseded; NOBODY is a tool."""
+        newest = self._writer
+        if writer.run_id == newest.run_id and writer.generation < newest.generation:
+            raise ValueError(
+                f"learner generation {writer.generation} of run {writer.run_id} is superseded by generation "
+                f"{newest.generation}"
+            )
+        if writer != NOBODY:
+            self._writer = writer
 
     def _confined(self, path: str) -> pathlib.Path:
         """The directory of a model_path; raises ValueError for one that weights may not come from."""

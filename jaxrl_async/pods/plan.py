@@ -199,12 +199,9 @@ def num_slices(hosts: Sequence[Host], num: int) -> int:
     nodes = {host.node: [o for o in hosts if o.node == host.node] for host in hosts[:num]}
     kinds = {(len(of), of[0].kind, of[0].chips, of[0].grid) for of in nodes.values()}
     if len(nodes) > 1 and (len(kinds) > 1 or sum(map(len, nodes.values())) != num):
-        found = ", ".join(
-            f"{node} has {len(of)} with {of[0].chips} × {of[0].kind}" for node, of in nodes.items()
-        )
-        raise PlanError(
-            f"{num} hosts learn, and a learner over several slices takes whole and equal ones: {found}"
-        )
+        parts = [f"{n} has {len(of)} with {of[0].chips} × {of[0].kind}" for n, of in nodes.items()]
+        need = f"{num} hosts learn, and a learner over several slices takes whole and equal ones"
+        raise PlanError(f"{need}: {', '.join(parts)}")
     return len(nodes)
 
 
@@ -257,18 +254,16 @@ def make(
             f"the config's mesh has {learner_devices} devices, and {of} learn: set learner.fsdp and its like, or "
             "another --servers"
         )
-    roles = [Role("queue", workers_at[0], {"JAX_PLATFORMS": "cpu"})]
+    cpu = {"JAX_PLATFORMS": "cpu"}
+    roles = [Role("queue", workers_at[0], cpu)]
     serving = serve(samplers, servers_per_host)
     if server_chips:
         serving += serve(hosts[:1], servers_per_host, skip=chips, first=len(serving))
     roles += serving
     services = hosts[len(hosts) - rewards :]
-    for i, host in enumerate(services):
-        roles.append(Role(f"rewards-{i}", host, {"JAX_PLATFORMS": "cpu"}))
-    for i in range(workers):
-        roles.append(
-            Role(f"rollout-{i}", workers_at[i % len(workers_at)], {"JAX_PLATFORMS": "cpu"})
-        )
+    roles += [Role(f"rewards-{i}", host, cpu) for i, host in enumerate(services)]
+    at = [workers_at[i % len(workers_at)] for i in range(workers)]
+    roles += [Role(f"rollout-{i}", host, cpu) for i, host in enumerate(at)]
     for i, host in enumerate(learners):
         environment = _learns(learners, i, chips, slices)
         if not chips and learner_devices > num:
@@ -329,16 +324,14 @@ def _learns(learners: Sequence[Host], index: int, chips: int, slices: int) -> di
         return _shown(host, list(range(chips)))
     x, y, z = (*host.grid, 1, 1, 1)[:3]
     if not host.grid:
-        raise PlanError(
-            f"the topology of the slice of {host.name} is not known: {num} of its hosts"
-        )
+        what = f"the topology of the slice of {host.name} is not known"
+        raise PlanError(f"{what}: {num} of its hosts")
     if [other.worker for other in learners] != list(range(num)):
         raise PlanError("the learner's hosts must be the first workers of their slice, in order")
     box = (num, 1, 1) if num <= x else (x, num // x, 1) if num <= x * y else (x, y, num // (x * y))
     if math.prod(box) != num:
-        raise PlanError(
-            f"{num} of {x} × {y} × {z} hosts are no box of the slice: give another --servers"
-        )
+        what = f"{num} of {x} × {y} × {z} hosts are no box of the slice"
+        raise PlanError(f"{what}: give another --servers")
     return _shown(host, list(range(chips))) | {
         "TPU_PROCESS_BOUNDS": ",".join(map(str, box)),
         "TPU_PROCESS_ADDRESSES": ",".join(f"{h.address}:{TPU_PORT}" for h in learners),
@@ -354,9 +347,8 @@ def _shown(host: Host, ids: Sequence[int]) -> dict[str, str]:
     if not host.is_tpu:
         return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, ids))}
     if len(ids) not in BOXES:
-        raise PlanError(
-            f"{len(ids)} chips of {host.name} are no box: {', '.join(map(str, BOXES))} are"
-        )
+        boxes = ", ".join(map(str, BOXES))
+        raise PlanError(f"{len(ids)} chips of {host.name} are no box: {boxes} are")
     return {
         "TPU_CHIPS_PER_PROCESS_BOUNDS": ",".join(map(str, BOXES[len(ids)])),
         "TPU_PROCESS_BOUNDS": "1,1,1",

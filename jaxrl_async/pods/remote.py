@@ -179,27 +179,22 @@ def refusals(plan: Plan, found: Mapping[Host, Mapping[str, Any]], digest: str) -
     said, first = [], plan.hosts[0]
     for host, one in found.items():
         versions, wanted = one["versions"], found[first]["versions"]
-        if missing := [name for name, version in versions.items() if not version]:
-            said.append(
-                f"{host.name} lacks {', '.join(missing)} for its {versions['python']}: --setup installs"
-            )
-        elif tuple(map(int, versions["python"].split("."))) < (3, 11):
-            said.append(
-                f"{host.name} has Python {versions['python']}, 3.11 is needed: --python=PATH"
-            )
-        elif differ := [name for name in versions if versions[name] != wanted[name]]:
-            pairs = ", ".join(f"{name} {versions[name]} and not {wanted[name]}" for name in differ)
-            said.append(f"{host.name} has {pairs} as {first.name}")
+        name, python = host.name, versions["python"]
+        if missing := [of for of, version in versions.items() if not version]:
+            said.append(f"{name} lacks {', '.join(missing)} for its {python}: --setup installs")
+        elif tuple(map(int, python.split("."))) < (3, 11):
+            said.append(f"{name} has Python {python}, 3.11 is needed: --python=PATH")
+        elif differ := [of for of in versions if versions[of] != wanted[of]]:
+            pairs = ", ".join(f"{of} {versions[of]} and not {wanted[of]}" for of in differ)
+            said.append(f"{name} has {pairs} as {first.name}")
         if one["digest"] != digest:
-            said.append(
-                f"{host.name} has another jaxrl_async, of digest {one['digest']} and not {digest}: leave --nocopy away"
-            )
-        if abs(one["late"]) > CLOCK_SECS:
-            said.append(
-                f"the clock of {host.name} is {one['late']:+.0f} s off this one's, at most {CLOCK_SECS:g} s may be"
-            )
+            found_digest = f"of digest {one['digest']} and not {digest}"
+            said.append(f"{name} has another jaxrl_async, {found_digest}: leave --nocopy away")
+        if abs(late := one["late"]) > CLOCK_SECS:
+            off = f"{late:+.0f} s off this one's, at most {CLOCK_SECS:g} s may be"
+            said.append(f"the clock of {name} is {off}")
         if one["chips"] < host.chips:
-            said.append(f"{host.name} has {one['chips']} chips, the plan needs {host.chips}")
+            said.append(f"{name} has {one['chips']} chips, the plan needs {host.chips}")
     return said
 
 
@@ -231,15 +226,13 @@ def package(
 
     With it comes a requirements.txt of the libraries, and JAX's for chips of a kind.
     """
-    paths = {path.name: path for path in include}
     wanted = importlib.metadata.requires("jaxrl_async") or []
     chips = {"": "jax"}.get(kind, "jax[tpu]" if TPU.fullmatch(kind) else "jax[cuda13]")
     lines = [line for line in wanted if "extra ==" not in line]
     (asked.parent / "requirements.txt").write_text("\n".join([*lines, chips, ""]))
-    root = pathlib.Path(survey.ROOT)
-    paths |= {root.name: root} if whole else {}
-    paths["requirements.txt"] = asked.parent / "requirements.txt"
-    return {**paths, "asked.json": asked, "run/keys": keys}
+    whole_package = [pathlib.Path(survey.ROOT)] * whole
+    files = (*include, *whole_package, asked.parent / "requirements.txt")
+    return {path.name: path for path in files} | {"asked.json": asked, "run/keys": keys}
 
 
 def tar(paths: Mapping[str, pathlib.Path]) -> bytes:
@@ -503,9 +496,8 @@ class _Fleet:
             if not roles:
                 raise plans.PlanError(f"no host {name} is in the run")
             if other := [role for role in roles if not role.startswith("server-")]:
-                raise plans.PlanError(
-                    f"{name} has {', '.join(other)}: only hosts that sample leave"
-                )
+                others = ", ".join(other)
+                raise plans.PlanError(f"{name} has {others}: only hosts that sample leave")
         gone = [role for roles in found.values() for role in roles]
         if gone and not any(r.startswith("server-") for r in self.roles.keys() - set(gone)):
             raise plans.PlanError(f"nothing would sample without {', '.join(names)}")
@@ -542,9 +534,8 @@ def ask(
     while not answer.exists():
         if time.monotonic() > deadline:
             (workdir / REQUEST).unlink(missing_ok=True)
-            raise PodError(
-                f"no pod of {workdir} answers within {secs:g} s: is it running, and here?"
-            )
+            late = f"no pod of {workdir} answers within {secs:g} s"
+            raise PodError(f"{late}: is it running, and here?")
         time.sleep(0.2)
     if said := answer.read_text():
         raise PodError(said)

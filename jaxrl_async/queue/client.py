@@ -176,11 +176,7 @@ class LearnerQueue:
     """The learner's side, a `GroupSource`: a context manager of blocking calls."""
 
     def __init__(self, calls: BlockingCalls, share: Share = WHOLE):
-        """Arguments:
-
-        calls: not opened yet.
-        share: the groups of this learner process; only these come with their tokens.
-        """
+        """`calls` are not opened yet; only the groups of `share`, this learner process's, come with their tokens."""
         self._calls, self._share = calls, share
         self._generation = 0  # of this learner, by `begin`
 
@@ -204,8 +200,7 @@ class LearnerQueue:
 
     def confirm(self) -> None:
         """Checks that no learner began after this one. Raises SupersededError: names both generations."""
-        newest = self.status().generation
-        if newest != self._generation:
+        if (newest := self.status().generation) != self._generation:
             raise SupersededError(
                 f"{SUPERSEDED}: learner generation {self._generation}, after which generation {newest} has begun"
             )
@@ -329,9 +324,8 @@ class LearnerQueue:
         expected = [wire.decode_permit(group.permit) for group in header.groups]
         found = [Permit(group.prompt_index, group.attempt) for group in groups]
         if found != expected:
-            raise QueueError(
-                f"chunk {header.index} of step {header.step} is {found}, not {expected}"
-            )
+            which = f"chunk {header.index} of step {header.step}"
+            raise QueueError(f"{which} is {found}, not {expected}")
         return Chunk(header.step, header.index, groups, header.last)
 
     def _own(self, request: Any) -> Any:

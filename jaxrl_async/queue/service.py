@@ -17,7 +17,7 @@ import logging
 import pathlib
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -223,8 +223,10 @@ class QueueService:
             log.warning("this process was stopped for %.1f s", stopped_secs)
             self.admission.forgive(stopped_secs)
         if now >= self._loads_due:
-            self._loads_due = now + LOADS_SECS
-            self._loads = self._sum_of_loads()
+            self._loads_due, self._loads = now + LOADS_SECS, collections.Counter()
+            for since, report in self._roles.values():
+                if now - since < SILENT_SECS:  # The requests of a silent worker count no more.
+                    self._loads.update(dict(report.loads))
             self._set_servers(self._servers)
         if self.admission.admissible_at(now) > 0:  # A back-off may have ended.
             self._apply(lambda: None)
@@ -534,14 +536,6 @@ class QueueService:
             await self.journal.returned(permit, reason, outcome, retired_as)
         return outcome
 
-    def _sum_of_loads(self) -> collections.Counter[str]:
-        """Address → outstanding tokens of all workers. The requests of a silent worker count no more."""
-        now, loads = self.clock(), collections.Counter[str]()
-        for since, report in self._roles.values():
-            if now - since < SILENT_SECS:
-                loads.update(dict(report.loads))
-        return loads
-
     def _set_servers(self, servers: tuple[ServerRecord, ...]) -> None:
         """Takes the publisher's table, adds the loads that workers reported, and wakes those who watch."""
         table = tuple(
@@ -604,23 +598,17 @@ class QueueService:
         """Waits until ready() holds, checked after every change; raises TimeoutError(describe()) after wait_secs."""
         if not 0 <= wait_secs <= MAX_WAIT_SECS:
             raise ValueError(f"wait_secs must be in [0, {MAX_WAIT_SECS:.0f}], got {wait_secs}")
-        deadline = self.clock() + wait_secs
-        with self._waiting(describe):
+        since, key = self.clock(), object()
+        self._waits[key] = lambda: f"{describe()}, for {self.clock() - since:.1f} s"
+        try:
             while not ready():
                 try:
-                    async with asyncio.timeout(max(0.0, deadline - self.clock())):
+                    async with asyncio.timeout(max(0.0, since + wait_secs - self.clock())):
                         await self._changed.wait()
                 except TimeoutError:
                     if not ready():
                         message = f"{describe()}; gave up after {wait_secs:g} s"
                         raise TimeoutError(message) from None
-
-    @contextlib.contextmanager
-    def _waiting(self, describe: Callable[[], str]) -> Iterator[None]:
-        since, key = self.clock(), object()
-        self._waits[key] = lambda: f"{describe()}, for {self.clock() - since:.1f} s"
-        try:
-            yield
         finally:
             del self._waits[key]
 
