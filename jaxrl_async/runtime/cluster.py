@@ -110,15 +110,15 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     # `srun --het-group=k` sets it for its tasks; in the batch shell it is that of component 0.
     own = _value(environ, "SLURM_JOB_NODELIST")
     if lists.count(own) != 1:
+        known = ", ".join(lists)
         raise ClusterError(
-            f"SLURM_JOB_NODELIST = {own} must be the nodes of one component: {', '.join(lists)}"
+            f"SLURM_JOB_NODELIST = {own} must be the nodes of one component: {known}"
         )
     role, index = SLURM_COMPONENTS[lists.index(own)], _number(environ, "SLURM_PROCID")
     if role == "queue" and index > 0:
         role, index = "rollout", index - 1
-    learners, servers, queue, *more = (
-        _slurm_tasks(environ, k, nodes) for k, nodes in enumerate(lists)
-    )
+    tasks = [_slurm_tasks(environ, k, nodes) for k, nodes in enumerate(lists)]
+    learners, servers, queue, *more = tasks
     return Place(
         role,
         index,
@@ -156,9 +156,9 @@ def _jobset(environ: Mapping[str, str]) -> Place:
     )
     if role not in ROLES:
         raise ClusterError(f"JOBSET_REPLICATED_JOB must be one of {', '.join(ROLES)}; got {role!r}")
-    learners, servers = (
-        range(_number(environ, variable)) for variable in ("JOBSET_LEARNERS", "JOBSET_SERVERS")
-    )
+    learners = range(_number(environ, "JOBSET_LEARNERS"))
+    servers = range(_number(environ, "JOBSET_SERVERS"))
+    rewards = range(_number(environ, "JOBSET_REWARDS", "0"))
 
     def host(role: str, job: int, pod: int) -> str:
         return f"{name}-{role}-{job}-{pod}.{name}"
@@ -174,10 +174,7 @@ def _jobset(environ: Mapping[str, str]) -> Place:
         f"{host('queue', 0, 0)}:{QUEUE_PORT}",
         tuple(f"http://{host('server', i, 0)}:{SERVER_PORT}" for i in servers),
         _coordinator([host("learner", i // pods, i % pods) for i in learners]),
-        tuple(
-            f"{host('rewards', 0, i)}:{REWARD_PORT}"
-            for i in range(_number(environ, "JOBSET_REWARDS", "0"))
-        ),
+        tuple(f"{host('rewards', 0, i)}:{REWARD_PORT}" for i in rewards),
     )
 
 

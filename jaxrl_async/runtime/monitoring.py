@@ -126,12 +126,8 @@ def of_status(status: QueueStatus | None) -> Iterator[Metric]:
     yield _metric("role_silent_seconds", "since a role's last report", _by("role", silent))
     waits = {r.role: max((wait.secs for wait in r.waits), default=0.0) for r in status.roles}
     yield _metric("role_longest_wait_seconds", "longest wait of a role so far", _by("role", waits))
-    stages = [
-        ({"role": role.role, "stage": stage}, secs)
-        for role in status.roles
-        for stage, secs in role.secs.items()
-        if stage != UP
-    ]
+    pairs = [(role.role, *of) for role in status.roles for of in role.secs.items()]
+    stages = [({"role": role, "stage": of}, secs) for role, of, secs in pairs if of != UP]
     yield _metric("role_stage_seconds_total", "summed over samples, since its start", stages)
 
 

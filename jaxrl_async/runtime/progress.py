@@ -152,9 +152,8 @@ def score_of(rows: Sequence[Mapping[str, float]]) -> str:
     """
     scored = [row for row in rows if row.get("eval/greedy") is not None]
     if len(scored) > 1:
-        return "; ".join(
-            _greedy(scored[0], scored[-1], prefix) for prefix in score_names(scored[-1])
-        )
+        ends = scored[0], scored[-1]
+        return "; ".join(_greedy(*ends, prefix) for prefix in score_names(scored[-1]))
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if not rewards:
         return ""
@@ -242,6 +241,4 @@ def _short(number: float) -> str:
 def _time(secs: float) -> str:
     minutes, secs = divmod(round(secs), 60)
     hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{secs:02}"
-    return f"{minutes}:{secs:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

@@ -234,11 +234,9 @@ def visible_devices() -> tuple[str, int]:
     if chips and platform in ("", "tpu"):
         return "tpu", chips
     if platform in ("", "cuda", "gpu"):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
+        gpus = len(list(pathlib.Path("/proc/driver/nvidia/gpus").glob("*")))
+        if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             gpus = len([d for d in visible.split(",") if d])
-        else:
-            gpus = len(list(pathlib.Path("/proc/driver/nvidia/gpus").glob("*")))
         if gpus:
             return "gpu", gpus
     return "cpu", 0

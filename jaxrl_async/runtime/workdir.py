@@ -96,9 +96,8 @@ def reached(directory: str) -> Iterator[None]:
     except StartError:
         raise
     except ImportError as error:
-        raise StartError(
-            f"checkpoint.directory needs `pip install jaxrl_async[{extra}]`: {error}"
-        ) from None
+        needs = f"`pip install jaxrl_async[{extra}]`"
+        raise StartError(f"checkpoint.directory needs {needs}: {error}") from None
     except Exception as error:
         raise StartError(f"checkpoint.directory = {directory} is not reached: {error}") from error
 
@@ -222,8 +221,7 @@ def differences(
     Raises:
       StartError: the workdir's config.json cannot be read.
     """
-    path = _config_of(workdir, config)
-    if not path.is_file():
+    if not (path := _config_of(workdir, config)).is_file():
         return {}
     old, new = dict(_flat(_read(path))), dict(_flat(_values(config)))
     pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old.keys() | new.keys()}
@@ -284,11 +282,11 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
 def refusable(workdir: pathlib.Path) -> Iterator[None]:
     """After `write_config`: where a start fails before it trains a step, the config.json from before comes back."""
     before, rows = workdir / BEFORE, workdir / "metrics.jsonl"
-    size = rows.stat().st_size if rows.exists() else 0
+    found = rows.exists() and rows.stat().st_size
     try:
         yield
     except Exception:
-        if before.exists() and size == (rows.stat().st_size if rows.exists() else 0):
+        if before.exists() and found == (rows.exists() and rows.stat().st_size):
             before.replace(workdir / "config.json")
         raise
     finally:

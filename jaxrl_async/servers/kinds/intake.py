@@ -55,8 +55,8 @@ class Intake(HttpKind):
                     raise
                 log.warning("%s: gets version %s in full: %s", self.address, push.name, error)
         every = sorted(pathlib.Path(files).iterdir())
+        wanted = [file for file in every if file.suffix in _SUFFIXES]
         try:
-            wanted = [file for file in every if file.suffix in _SUFFIXES]
             await self._prepare(push, wanted, "", is_shared)
         except ServerError as error:
             if error.status not in protocol.LOADS_IN_THE_PAUSE:

@@ -115,9 +115,8 @@ class Sglang(SglangApi, Compared):
         host = push.options.rendezvous
         there = urllib.parse.urlsplit(self.address).hostname or ""
         if is_loopback(host) and not is_loopback(there):
-            raise push.error(
-                f"must find the learner at weights.rendezvous, and {host} is of this machine alone"
-            )
+            why = f"{host} is of this machine alone"
+            raise push.error(f"must find the learner at weights.rendezvous, and {why}")
         verify = await self.verification(push)
 
         await push.collective.deliver(

@@ -78,9 +78,8 @@ class SglangApi(HttpKind):
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
         """As of `port.Kind`; "abort" ends the requests that run."""
         headers = protocol.lease_headers(lease_secs)
-        await self.post(
-            protocol.PAUSE, {"mode": mode}, timeout_secs, is_short=True, headers=headers
-        )
+        how = {"is_short": True, "headers": headers}
+        await self.post(protocol.PAUSE, {"mode": mode}, timeout_secs, **how)
 
     async def continue_(self, *, timeout_secs: float) -> None:
         """Ends a pause."""
