@@ -35,6 +35,7 @@ measures that were not asked for stay as they are there.
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -404,7 +405,7 @@ def workload_of(settings: Settings) -> dict:
     """What peers_tunix.py needs to know, as JSON."""
     model, learner, rollout = settings.model, settings.learner, settings.rollout
     return {
-        "model": vars(model),
+        "model": dataclasses.asdict(model),
         "alphabet": settings.tokenizer.alphabet,
         "prompts": learner.groups_per_step,
         "group_size": rollout.group_size,

@@ -325,6 +325,7 @@ def test_our_side_of_the_comparison_works_on_whole_steps():
 def test_both_sides_are_given_the_same_workload():
     settings = peers.settings_with("sync", peers.WORKLOAD)
     workload = peers.workload_of(settings)
+    assert json.loads(json.dumps(workload))["model"]["mlp_dim"] == 384
     assert workload["prompts"] * workload["group_size"] == settings.server.num_slots == 128
     assert len(workload["alphabet"]) == 254  # and two special tokens
     asynchronous = peers.settings_with("async", peers.WORKLOAD)
