@@ -21,7 +21,8 @@ from jaxrl_async.rewards import child
 from jaxrl_async.types import MAX_REWARD, component_problem
 
 READ_BYTES = 1 << 16
-MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
+# Calls in a message, where there are several processes: the rest of a batch waits behind a call that hangs.
+MAX_BATCH_CALLS = 16
 TIMED_OUT = "timed_out"  # Component of a reward with `times_out_as`: 1.0 or 0.0, so that its mean is a share.
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
@@ -173,7 +174,9 @@ class RewardPool:
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            share = min(-(-len(self._waiting) // self.num_processes), MAX_BATCH_CALLS)
+            share = len(self._waiting)
+            if self.num_processes > 1:
+                share = min(-(-share // self.num_processes), MAX_BATCH_CALLS)
             if self.calls_per_process:
                 share = min(share, num_left)
             taken = [self._waiting.popleft() for _ in range(share)]

@@ -387,6 +387,23 @@ async def test_a_hang_holds_up_one_process_only():
         hanging.cancel()
 
 
+@pytest.mark.parametrize("num_processes, most", [(1, 40), (2, 16)])
+async def test_one_process_gets_all_that_wait_in_a_message_and_several_get_shares(
+    num_processes, most, monkeypatch
+):
+    sizes = []
+    answer = ScoringPool._answer
+
+    async def counted(self, process, calls):
+        sizes.append(len(calls))
+        return await answer(self, process, calls)
+
+    monkeypatch.setattr(ScoringPool, "_answer", counted)
+    async with make_pool(num_processes) as pool:
+        await pool.score_many([("length ab", "")] * 40)
+    assert sum(sizes) == 40 and max(sizes) == most
+
+
 async def test_a_call_whose_caller_gave_up_before_its_turn_is_not_made(pool):
     running = asyncio.create_task(pool.score("sleep 0.2", ""))
     await asyncio.sleep(0.05)
