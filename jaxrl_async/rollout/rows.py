@@ -27,6 +27,8 @@ class Row:
     def common(self, ids: np.ndarray) -> int:
         """The number of first tokens that are equal."""
         length = min(len(ids), len(self.tokens))
+        if not length:  # A sample's first call, mostly its only one.
+            return 0
         differ = ids[:length] != self.tokens[:length]
         return int(np.argmax(differ)) if differ.any() else length
 
@@ -52,8 +54,8 @@ class Rows:
 
     def add(self, ids: np.ndarray, completion: Completion, taken: Row | None) -> None:
         """What a call has made of the row that it took; `taken`: None for a call with a seed of its own."""
-        tokens = np.append(ids, completion.tokens)
-        is_sampled = np.append(self._sampled(ids), np.ones(len(completion.tokens), bool))
+        tokens = np.concatenate([ids, completion.tokens])
+        is_sampled = np.concatenate([self._sampled(ids), np.ones(len(completion.tokens), bool)])
         num_kept = len(tokens) - (completion.finish_reason == "stop")
         kept = [r for r in self._rows if r.is_open or r.common(tokens) < len(r.tokens)]
         new = Row(tokens, is_sampled, num_kept, taken and taken.seed, taken is not None)
@@ -68,4 +70,4 @@ class Rows:
         """bool [T]: of the row that has the most sampled tokens in common."""
         parts = [row.is_sampled[: row.common(ids)] for row in self._rows]
         part = max(parts, key=np.count_nonzero)
-        return np.append(part, np.zeros(len(ids) - len(part), bool))
+        return np.concatenate([part, np.zeros(len(ids) - len(part), bool)])

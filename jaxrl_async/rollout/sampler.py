@@ -333,10 +333,8 @@ def _before(part: Completion, ruled_out: list[int]) -> Completion:
     A server, or a router before it, may ignore the bias. To draw such a token again until it is another one samples as
     if it were ruled out.
     """
-    found = np.flatnonzero(np.isin(part.tokens, ruled_out))
-    if not found.size:
-        return part
-    return part.cut(int(found[0]), "abort")
+    found = (part.tokens[:, None] == np.array(ruled_out)).any(axis=1)
+    return part.cut(int(found.argmax()), "abort") if found.any() else part
 
 
 def _permit_prefix(permit: Permit) -> str:

@@ -217,6 +217,8 @@ class Worker:
 
     def _leave_out_solved(self, permit: Permit) -> None:
         """Raises for a solved prompt, but for one after MAX_LEFT_OUT in a row: a run whose prompts all are goes on."""
+        if not self._solved:
+            return
         is_solved = self.prompts[permit.prompt_index].tokens.tobytes() in self._solved
         self._left_out = self._left_out + 1 if is_solved and self._left_out < MAX_LEFT_OUT else 0
         if self._left_out:
