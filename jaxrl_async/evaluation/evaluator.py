@@ -7,7 +7,6 @@ another version is an error, not a score. Imports nothing of the learner.
 import asyncio
 import dataclasses
 import itertools
-import json
 import logging
 import pathlib
 import threading
@@ -121,10 +120,7 @@ class Evaluator:
     def _keep_best(self, version: int, greedy: float) -> None:
         best = _read_best(self._best_path)
         if best is None or greedy > best["greedy"]:
-            partial = self._best_path.with_suffix(".tmp")
-            text = json.dumps(sealed.sealed({"version": version, "greedy": greedy}))
-            partial.write_text(f"{text}\n", "utf-8")
-            partial.replace(self._best_path)
+            sealed.write(self._best_path, {"version": version, "greedy": greedy})
 
 
 def best_version(workdir: pathlib.Path) -> int | None:

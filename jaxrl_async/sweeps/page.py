@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import sealed
 from jaxrl_async.metrics import column, read_metrics, score_names
 from jaxrl_async.report import plots
 from jaxrl_async.report.page import CSS, grid
@@ -146,9 +147,7 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
         points=_point_table(results, {job.name: job.workdir for job in jobs}, directory),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    path, temporary = directory / "index.html", directory / ".index.html"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.rename(path)
+    sealed.replace(path := directory / "index.html", page)
     return path
 
 

@@ -5,7 +5,6 @@ Counted before a run starts and kept in its workdir, for the banner and the repo
 
 import dataclasses
 import itertools
-import json
 import logging
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -79,8 +78,7 @@ class Coverage:
 
     def write(self, workdir: pathlib.Path) -> None:
         """Writes FILE."""
-        text = json.dumps(sealed.sealed(dataclasses.asdict(self)), indent=2) + "\n"
-        (workdir / FILE).write_text(text, encoding="utf-8")
+        sealed.write(workdir / FILE, dataclasses.asdict(self))
 
 
 def read(workdir: pathlib.Path, say: Callable[[str], None] = log.warning) -> Coverage | None:
