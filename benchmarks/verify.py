@@ -340,22 +340,25 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         yield "which_loss", METHODS, f"| {_pair(row['accuracy'])} ({_rate(row['rate'])}) |"
         if over := row["over"].get("ppo"):
             yield "which_loss", METHODS, f"| {_interval(over, signed=True)} |"
-    last = {
-        r["method"]: r["accuracy"]
-        for r in found["table"]
-        if (r["task"], r["staleness"]) == ("token_reversal", 16)
-    }
     names = {
         "ppo": "PPO",
         "a3po": "A-3PO",
         "recompute": "recompute",
+        "tis": "TIS by token",
+        "tis_sequence": "by sequence",
         "cispo": "CISPO",
         "asymre": "AsymRE",
         "dg": "DG",
         "topr": "TOPR",
     }
-    text = ", ".join(f"{name} {_pair(last[method])}" for method, name in names.items())
-    yield "which_loss", PAGE, f"token reversal at η = 16: {text}:"
+    for age in (4, 16):
+        here = {
+            r["method"]: r["accuracy"]
+            for r in found["table"]
+            if (r["task"], r["staleness"]) == ("token_reversal", age)
+        }
+        text = ", ".join(f"{name} {_pair(here[m])}" for m, name in names.items() if m in here)
+        yield "which_loss", PAGE, f"token reversal at η = {age}: {text}"
     agree = sum(row["overlap"] for row in found["check"])
     yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     shape = result("anchors")["shapes"]["17m"]

@@ -700,7 +700,10 @@ def report(result: dict[str, Any]) -> None:
                 for row in result["table"]
                 if (row["task"], row["method"]) == (task, method)
             }
-            texts = [f"{_text(cells[a]['accuracy'])} ({cells[a]['rate']:g})" for a in cells]
+            texts = [
+                f"{_text(cells[a]['accuracy'])} ({cells[a]['rate']:g})" if a in cells else ""
+                for a in AGES
+            ]
             print(NAMES[method].ljust(32) + "".join(f"{text:>22}" for text in texts))
     for row in result["check"]:
         print(
