@@ -58,6 +58,7 @@ MEASURES = {
     "nonsense": "servers rollout publishing",
     "nonsense_before": "servers rollout publishing",
     "order": "queue extras/planner",
+    "overlap": "learner publishing versions intake roles",
     "packing": "learner/packing.py",
     "peers": "learner rollout inference models queue",
     "peers_17m": "learner rollout inference models queue",
@@ -251,6 +252,10 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     text = f"{ratio['median']:.2f}x ({ratio['low']:.2f}–{ratio['high']:.2f}), "
     yield "shared_prompts", PAGE, text + f"{shared['share_of_ideal']:.0%}".replace("%", " %")
 
+    for name, arm in result("overlap")["arms"].items():
+        cells = [name, f"{arm['bytes'] / 1e6:.2f}", _dot(arm["flight_secs"])]
+        cells += [f"{arm['beside']:.0%}".replace("%", " %"), _dot(arm["wait_push"])]
+        yield "overlap", PAGE, f"| {' | '.join(cells)} |"
     policies = result("packing")["accumulate"]["policies"]
     order = ("first_fit", "fewest", "in_order", "fixed")
     cells = [f"{round(policies[p]['tokens_per_sec']['median'], -1):,.0f}" for p in order]
