@@ -49,6 +49,7 @@ MEASURES = {
     "differences": "versions learner",
     "experts": "models/experts.py inference learner",
     "fleet": "rollout queue publishing",
+    "in_place": "inference learner models",
     "interrupt": "inference",
     "journal": "queue",
     "learner": "learner models",
@@ -268,6 +269,19 @@ def _speed() -> Iterator[tuple[str, str, str]]:
         cells = [_rounded(row["tokens_per_cpu_sec"]) for row in rows]
         cells += [_pair(row["over_drain"]) for row in rows[1:]]
         yield "interrupt", PAGE, f"| {requests} | {' | '.join(cells)} |"
+
+    stale, exact = (result("in_place")["table"][mode] for mode in ("in_place", "retract"))
+    cells = [f"{stale[k]:.3f}" for k in ("mean", "p99", "max", "versions_apart")]
+    yield (
+        "in_place",
+        SERVERS,
+        "{} nats on average, {} at the 99th percentile, {} at most".format(*cells),
+    )
+    yield (
+        "in_place",
+        SERVERS,
+        f"{cells[3]} on the same tokens, and `retract` is {_power(exact['mean'])} off",
+    )
 
     sides = {name: row["sides"] for name, row in result("peers")["measures"].items()}
     for measure, side, digits in (
