@@ -3,7 +3,8 @@
     python benchmarks/modes.py [--steps=30] [--rounds=1]
 
 One core is pinned to the learner and one to server, rollout worker and queue, in every mode. The modes run in
-turn, `rounds` times, and each figure is the median over its steps after the first five. From the sync run:
+turn, `rounds` times, and each figure is the median over its steps after the first five; shares of bounds are given by
+round, too. From the sync run:
 
     T_inf   = the learner's waiting for data and for pushes         T_train = the rest of the step
     tail    = min(T_inf, T_train) · chunk / B                       periodic: the first chunk is not there before it is
@@ -21,6 +22,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 
 import numpy as np
 import record
@@ -28,6 +30,7 @@ import record
 from jaxrl_async.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
+MODES = ("sync", "periodic", "async")
 WARM_STEPS = 5
 CHUNK_GROUPS = 4  # of the periodic mode
 
@@ -63,10 +66,21 @@ def main():
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
-    rows = {mode: [] for mode in ("sync", "periodic", "async")}
+    rows, by_round = {mode: [] for mode in MODES}, []
     for _ in range(args.rounds):
-        for mode in rows:
-            rows[mode] += run(mode, args.steps)[WARM_STEPS:]
+        found = {mode: run(mode, args.steps)[WARM_STEPS:] for mode in MODES}
+        by_round.append(table_of(found))
+        for mode in MODES:
+            rows[mode] += found[mode]
+    table = table_of(rows)
+    for mode in MODES:
+        shares = [of_round[mode]["share_of_bound"] for of_round in by_round]
+        table[mode]["share_of_bound_by_round"] = record.quartiles(shares)
+    report(table, *split(rows["sync"]), args)
+
+
+def table_of(rows: Mapping[str, list[dict]]) -> dict[str, dict]:
+    """The figures of each mode, from its rows."""
     table = {mode: summary(steps) for mode, steps in rows.items()}
     waiting, training = split(rows["sync"])
     for mode in table:
@@ -74,7 +88,7 @@ def main():
         bound = bound_of(mode, waiting, training)
         table[mode] |= {"speedup_over_sync": speedup, "bound": bound}
         table[mode]["share_of_bound"] = speedup / bound
-    report(table, waiting, training, args)
+    return table
 
 
 def run(mode: str, steps: int) -> list[dict]:
@@ -135,7 +149,7 @@ def stages(rows: list[dict]) -> dict[str, float]:
 
 def report(table, waiting, training, args) -> None:
     print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s")
-    names = [name for name in table["sync"] if name not in ("secs", "raw")]
+    names = [name for name, value in table["sync"].items() if isinstance(value, float)]
     print("mode      " + "".join(f"{name:>24}" for name in names))
     for mode, values in table.items():
         print(f"{mode:10}" + "".join(f"{values[name]:>24.3f}" for name in names))
