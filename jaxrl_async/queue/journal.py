@@ -20,6 +20,7 @@ decodes groups.
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -29,7 +30,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from sqlite3 import Connection
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
@@ -52,6 +54,9 @@ CHECKPOINT_BYTES = 64 << 20
 # A group takes many of SQLite's default pages of 4 KB, each with a checksum and a frame of its own.
 PAGE_BYTES = 16 << 10
 CLOSE_TIMEOUT_SECS = 10.0
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"}
@@ -142,6 +147,21 @@ class Recovered(NamedTuple):
     run_epoch: int
     completion_tokens: int  # submitted so far
     servers: list[tuple[str, str, int | None]]  # address, state and version of each
+
+
+def _in_turn(
+    work: Callable[Concatenate["Journal", Connection, _P], _T],
+) -> Callable[Concatenate["Journal", _P], "asyncio.Future[_T]"]:
+    """A method that the journal's thread runs with the connection, in turn; its caller awaits the result.
+
+    The result is no cursor: dropped in another thread, one resets a statement that may be running in the journal's.
+    """
+
+    @functools.wraps(work)
+    def put(journal: "Journal", *args: _P.args, **more: _P.kwargs) -> "asyncio.Future[_T]":
+        return journal._put(lambda c: work(journal, c, *args, **more))
+
+    return put
 
 
 class Journal:
@@ -276,87 +296,85 @@ class Journal:
 
     # Events. Each returns after it is written.
 
-    async def begun(self, generation: int, nonce: str) -> None:
+    @_in_turn
+    def begun(self, c: Connection, generation: int, nonce: str) -> None:
         """A learner began."""
+        _set_meta(c, "generation", generation)
+        _set_meta(c, "nonce", nonce)
 
-        def write(c: sqlite3.Connection) -> None:
-            _set_meta(c, "generation", generation)
-            _set_meta(c, "nonce", nonce)
-
-        await self._change(write)
-
-    async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
+    @_in_turn
+    def admitted(
+        self, c: Connection, permits: Sequence[Permit], worker: str, version: int | None
+    ) -> None:
         """Permits were issued while `version` was the published one."""
         rows = [(p.prompt_index, p.attempt, "running", "", worker, 0, version) for p in permits]
-        await self._change(lambda c: _insert(c, "permits", rows, "OR REPLACE"))
+        _insert(c, "permits", rows, "OR REPLACE")
 
-    async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
+    @_in_turn
+    def submitted(
+        self, c: Connection, permit: Permit, message: bytes, completion_tokens: int
+    ) -> None:
         """A group was submitted, and is held."""
         index, attempt = permit.prompt_index, permit.attempt
+        c.execute(
+            "INSERT INTO groups (prompt_index, attempt, checksum, message) VALUES (?, ?, ?, ?)",
+            (index, attempt, zlib.crc32(message), message),
+        )
+        _add(c, "message_bytes", len(message))
+        _add(c, "completion_tokens", completion_tokens)
+        c.execute(
+            "UPDATE permits SET attempt = ?, state = 'held', completion_tokens = ? WHERE prompt_index = ?",
+            (attempt, completion_tokens, index),
+        )
 
-        def write(c: sqlite3.Connection) -> None:
-            c.execute(
-                "INSERT INTO groups (prompt_index, attempt, checksum, message) VALUES (?, ?, ?, ?)",
-                (index, attempt, zlib.crc32(message), message),
-            )
-            _add(c, "message_bytes", len(message))
-            _add(c, "completion_tokens", completion_tokens)
-            c.execute(
-                "UPDATE permits SET attempt = ?, state = 'held', completion_tokens = ? WHERE prompt_index = ?",
-                (attempt, completion_tokens, index),
-            )
-
-        await self._change(write)
-
+    @_in_turn
     def returned(
-        self, permit: Permit, reason: str, outcome: str, retired_as: str, *, held: bool = False
-    ) -> asyncio.Future:
+        self,
+        c: Connection,
+        permit: Permit,
+        reason: str,
+        outcome: str,
+        retired_as: str,
+        *,
+        held: bool = False,
+    ) -> None:
         """A permit was returned, with the outcome "reissued", or "retired" under the reason `retired_as`.
 
         `held`: its group was submitted, and is deleted.
         """
         index, attempt = permit.prompt_index, permit.attempt
         state, last = ("retired", attempt) if outcome == "retired" else ("reissue", attempt + 1)
+        _insert(c, "returns", [(index, attempt, reason, time.time())])
+        c.execute(
+            "UPDATE permits SET attempt = ?, state = ?, reason = ? WHERE prompt_index = ?",
+            (last, state, retired_as if state == "retired" else "", index),
+        )
+        _add(c, f"returned/{reason}", 1)
+        if held:
+            group = " FROM groups WHERE prompt_index = ?"
+            (num_bytes,) = c.execute(f"SELECT LENGTH(message){group}", (index,)).fetchone()
+            c.execute(f"DELETE{group}", (index,))
+            _add(c, "message_bytes", -num_bytes)
+        if state == "retired":
+            _add(c, f"retired/{retired_as}", 1)
 
-        def write(c: sqlite3.Connection) -> None:
-            _insert(c, "returns", [(index, attempt, reason, time.time())])
-            c.execute(
-                "UPDATE permits SET attempt = ?, state = ?, reason = ? WHERE prompt_index = ?",
-                (last, state, retired_as if state == "retired" else "", index),
-            )
-            _add(c, f"returned/{reason}", 1)
-            if held:
-                group = " FROM groups WHERE prompt_index = ?"
-                (num_bytes,) = c.execute(f"SELECT LENGTH(message){group}", (index,)).fetchone()
-                c.execute(f"DELETE{group}", (index,))
-                _add(c, "message_bytes", -num_bytes)
-            if state == "retired":
-                _add(c, f"retired/{retired_as}", 1)
-
-        return self._change(write)
-
-    async def leased(self, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
+    @_in_turn
+    def leased(self, c: Connection, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
         """A chunk was leased; `new` where it was fixed now. Returns after the fixing is written."""
-        row = (step, chunk, fixed.last, json.dumps(fixed.indexes))
+        if new:
+            _insert(c, "chunks", [(step, chunk, fixed.last, json.dumps(fixed.indexes))])
+            _set_states(c, "leased", fixed.indexes)
 
-        def write(c: sqlite3.Connection) -> None:
-            if new:
-                _insert(c, "chunks", [row])
-                _set_states(c, "leased", fixed.indexes)
-
-        await self._change(write)
-
-    async def committed(self, resume_point: ResumePoint, indexes: Sequence[int]) -> None:
+    @_in_turn
+    def committed(self, c: Connection, resume_point: ResumePoint, indexes: Sequence[int]) -> None:
         """A step was committed, trained on the groups with these indexes."""
+        _insert(c, "commits", [_commit_row(resume_point)])
+        _set_states(c, "trained", indexes)
 
-        def write(c: sqlite3.Connection) -> None:
-            _insert(c, "commits", [_commit_row(resume_point)])
-            _set_states(c, "trained", indexes)
-
-        await self._change(write)
-
-    async def published(
+    @_in_turn
+    def published(
         self,
+        c: Connection,
         version: int,
         run_epoch: int,
         resume_point: ResumePoint | None,
@@ -367,36 +385,31 @@ class Journal:
         Args:
           servers: as of `fleet`, where the table changed with it.
         """
+        if servers is not None:
+            _set_meta(c, "servers", servers)
+        if resume_point is not None:
+            _insert(c, "commits", [row := _commit_row(resume_point)])
+            out = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
+            _insert(c, "permits", [(*p, "reissue", "", "", 0, None) for p in out])
+            _insert(c, "meta", [("start", row[1])])
+        _insert(c, "publications", [(version, run_epoch, time.time())])
 
-        def write(c: sqlite3.Connection) -> None:
-            if servers is not None:
-                _set_meta(c, "servers", servers)
-            if resume_point is not None:
-                _insert(c, "commits", [row := _commit_row(resume_point)])
-                out = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
-                _insert(c, "permits", [(*p, "reissue", "", "", 0, None) for p in out])
-                _insert(c, "meta", [("start", row[1])])
-            _insert(c, "publications", [(version, run_epoch, time.time())])
-
-        await self._change(write)
-
-    async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
+    @_in_turn
+    def fleet(self, c: Connection, servers: Sequence[Sequence[Any]]) -> None:
         """The table of servers changed; (address, state, version) of each. A restarted queue gives it to workers."""
-        await self._change(lambda c: _set_meta(c, "servers", servers))
+        _set_meta(c, "servers", servers)
 
-    async def checkpointed(self, step: int) -> None:
+    @_in_turn
+    def checkpointed(self, c: Connection, step: int) -> None:
         """The oldest checkpoint is of `step`: the groups up to it may be forgotten, in slices after this call."""
+        (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
+        # Groups of steps after the last commit are not trained on yet.
+        last = max(min(step, committed), _meta(c).get("checkpointed_step", 0))
+        _set_meta(c, "checkpointed_step", last)
+        self._may_forget = self._max_bytes is not None
 
-        def write(c: sqlite3.Connection) -> None:
-            (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
-            # Groups of steps after the last commit are not trained on yet.
-            last = max(min(step, committed), _meta(c).get("checkpointed_step", 0))
-            _set_meta(c, "checkpointed_step", last)
-            self._may_forget = self._max_bytes is not None
-
-        await self._change(write)
-
-    async def snapshot(self, step: int) -> pathlib.Path:
+    @_in_turn
+    def snapshot(self, c: Connection, step: int) -> pathlib.Path:
         """Writes a copy, from which a queue resumes at a committed step, to a file beside this one.
 
         The copy has all rows but groups that no learner of that step will ask for: those of steps up to it.
@@ -405,60 +418,40 @@ class Journal:
           JournalError: it cannot be written.
         """
         path = self._path.with_name(f"{self._path.name}.snapshot")
-
-        def copy(c: sqlite3.Connection) -> None:
-            with _named(path):
-                path.unlink(missing_ok=True)
-                with contextlib.closing(_connect(path, isolation_level=None)) as into:
-                    _copy(c, into, step)
-
-        await self._put(copy)
+        with _named(path):
+            path.unlink(missing_ok=True)
+            with contextlib.closing(_connect(path, isolation_level=None)) as into:
+                _copy(c, into, step)
         return path
 
-    async def flushed(self) -> None:
+    @_in_turn
+    def flushed(self, c: Connection) -> None:
         """Returns after all earlier events are written."""
-        await self._change(lambda c: None)
 
     # Reads, in turn with the events.
 
-    async def chunk(self, step: int, index: int) -> tuple[FixedChunk, list[bytes]]:
+    @_in_turn
+    def chunk(self, c: Connection, step: int, index: int) -> tuple[FixedChunk, list[bytes]]:
         """Reads a fixed chunk and its groups.
 
         Raises:
           JournalError: it was not fixed, or its groups are deleted or damaged.
         """
+        if self._max_bytes == 0 and step <= _meta(c).get("checkpointed_step", 0):
+            # Whether its slice has come or not.
+            raise DeletedError(f"journal {self._path}: the groups of step {step} are {_DELETED}")
+        return _chunk(c, self._path, step, index)
 
-        def read(c: sqlite3.Connection) -> tuple[FixedChunk, list[bytes]]:
-            if self._max_bytes == 0 and step <= _meta(c).get("checkpointed_step", 0):
-                # Whether its slice has come or not.
-                raise DeletedError(
-                    f"journal {self._path}: the groups of step {step} are {_DELETED}"
-                )
-            return _chunk(c, self._path, step, index)
-
-        return await self._put(read)
-
-    async def resume_point(self, step: int) -> ResumePoint:
+    @_in_turn
+    def resume_point(self, c: Connection, step: int) -> ResumePoint:
         """Reads the resume point of a committed step. Raises JournalError: it was not committed."""
+        _check(c, self._path, "commits", f"step = {step:d}")
+        row = c.execute("SELECT position FROM commits WHERE step = ?", (step,)).fetchone()
+        if row is None:
+            raise JournalError(f"journal {self._path} has no commit of step {step}")
+        return ResumePoint.from_json(json.loads(row[0]))
 
-        def read(c: sqlite3.Connection) -> ResumePoint:
-            _check(c, self._path, "commits", f"step = {step:d}")
-            row = c.execute("SELECT position FROM commits WHERE step = ?", (step,)).fetchone()
-            if row is None:
-                raise JournalError(f"journal {self._path} has no commit of step {step}")
-            return ResumePoint.from_json(json.loads(row[0]))
-
-        return await self._put(read)
-
-    def _change(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
-        def change(c: sqlite3.Connection) -> None:
-            # A cursor must not leave this thread: dropped in another one, it resets a statement that may be running
-            # here.
-            event(c)
-
-        return self._put(change)
-
-    def _put(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+    def _put(self, event: Callable[[Connection], Any]) -> asyncio.Future:
         self.check()
         done = asyncio.get_running_loop().create_future()
         self._events.put((event, done))
@@ -489,7 +482,7 @@ class Journal:
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             futures[0].get_loop().call_soon_threadsafe(_answer, futures, outcomes)
 
-    def _write(self, events: Sequence[Callable[[sqlite3.Connection], Any]]) -> list[Any]:
+    def _write(self, events: Sequence[Callable[[Connection], Any]]) -> list[Any]:
         """Runs events in one transaction; their outcomes."""
         outcomes: list[Any] = []
         try:
@@ -512,7 +505,7 @@ class Journal:
             outcomes = [self._failure] * len(events)
         return outcomes
 
-    def _forget(self, c: sqlite3.Connection) -> None:
+    def _forget(self, c: Connection) -> None:
         """Deletes a slice of the groups of the oldest step that has groups, where they may go."""
         meta = _meta(c)
         (step,) = c.execute(
@@ -662,7 +655,7 @@ def file_system_of(path: str | os.PathLike) -> str:
     return next((points[p] for p in (resolved, *resolved.parents) if p in points), "")
 
 
-def _connect(path: pathlib.Path, **how: Any) -> sqlite3.Connection:
+def _connect(path: pathlib.Path, **how: Any) -> Connection:
     connection = sqlite3.connect(path, check_same_thread=False, timeout=0.0, **how)
     connection.create_function("checksum_of", -1, _checksum_of, deterministic=True)
     return connection
@@ -673,7 +666,7 @@ def _checksum_of(*values: Any) -> int:
     return zlib.crc32(repr(values).encode())
 
 
-def _check(c: sqlite3.Connection, path: pathlib.Path, table: str, where: str = "TRUE") -> None:
+def _check(c: Connection, path: pathlib.Path, table: str, where: str = "TRUE") -> None:
     """Raises JournalError where a row of a table is not as it was written."""
     columns = _CHECKED[table]
     query = (
@@ -683,7 +676,7 @@ def _check(c: sqlite3.Connection, path: pathlib.Path, table: str, where: str = "
         raise JournalError(f"journal {path}: row {row} of {table} is damaged (checksum); {_REMEDY}")
 
 
-def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
+def _recover(c: Connection, path: pathlib.Path) -> Recovered | None:
     if not c.execute("SELECT EXISTS (SELECT 1 FROM publications)").fetchone()[0]:
         return None
     _check(c, path, "commits", "step = (SELECT MAX(step) FROM commits)")
@@ -739,7 +732,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     return Recovered(state, messages, run_epoch, totals.get("completion_tokens", 0), servers)
 
 
-def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
+def _chunk(c: Connection, path: pathlib.Path, step: int, index: int):
     if _meta(c)["format"] == FORMAT:
         _check(c, path, "chunks", f"step = {step:d} AND chunk = {index:d}")
     row = c.execute(
@@ -751,7 +744,7 @@ def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
     return FixedChunk(indexes, bool(row[0])), [_message(c, path, i) for i in indexes]
 
 
-def _copy(c: sqlite3.Connection, into: sqlite3.Connection, step: int) -> None:
+def _copy(c: Connection, into: Connection, step: int) -> None:
     """Copies a journal to an empty file, of the groups those of later steps, or that wait for one."""
     for pragma in (f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL", "journal_mode = OFF"):
         into.execute(f"PRAGMA {pragma}")
@@ -774,7 +767,7 @@ def _copy(c: sqlite3.Connection, into: sqlite3.Connection, step: int) -> None:
     into.execute("COMMIT")
 
 
-def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
+def _message(c: Connection, path: pathlib.Path, index: int) -> bytes:
     query = "SELECT checksum, message FROM groups WHERE prompt_index = ?"
     row = c.execute(query, (index,)).fetchone()
     if row is None:
@@ -790,12 +783,12 @@ def _decode(message: bytes) -> Group:
     return wire.decode_group(pb.Group.FromString(message))
 
 
-def _set_states(c: sqlite3.Connection, state: str, indexes: Sequence[int]) -> None:
+def _set_states(c: Connection, state: str, indexes: Sequence[int]) -> None:
     rows = [(state, index) for index in indexes]
     c.executemany("UPDATE permits SET state = ? WHERE prompt_index = ?", rows)
 
 
-def _insert(c: sqlite3.Connection, table: str, rows: Sequence[tuple], conflict: str = "") -> None:
+def _insert(c: Connection, table: str, rows: Sequence[tuple], conflict: str = "") -> None:
     """Rows of all columns of a table of _CHECKED, but its `id`."""
     columns = _CHECKED[table].removeprefix("id, ")
     marks = ", ".join("?" * len(columns.split(", ")))
@@ -806,13 +799,13 @@ def _commit_row(resume_point: ResumePoint) -> tuple[int, str, float]:
     return resume_point.step, json.dumps(resume_point.to_json()), time.time()
 
 
-def _run_script(c: sqlite3.Connection, script: str) -> None:
+def _run_script(c: Connection, script: str) -> None:
     """`executescript` would end the transaction."""
     for statement in script.split(";"):
         c.execute(statement)
 
 
-def _bring_up_to_date(c: sqlite3.Connection, found: int) -> None:
+def _bring_up_to_date(c: Connection, found: int) -> None:
     """Makes a journal of an older format one of this; it reads every row, once."""
     c.execute("BEGIN")
     if found == 1:
@@ -822,7 +815,7 @@ def _bring_up_to_date(c: sqlite3.Connection, found: int) -> None:
     c.execute("COMMIT")
 
 
-def _add_totals(c: sqlite3.Connection) -> None:
+def _add_totals(c: Connection) -> None:
     if not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)").fetchall()):
         c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
     _run_script(c, _TOTALS)
@@ -835,13 +828,13 @@ def _add_totals(c: sqlite3.Connection) -> None:
         c.execute(f"INSERT INTO totals {sums}")
 
 
-def _add_checksums(c: sqlite3.Connection) -> None:
+def _add_checksums(c: Connection) -> None:
     for table, columns in _CHECKED.items():
         c.execute(f"ALTER TABLE {table} ADD COLUMN checksum INTEGER")
         c.execute(f"UPDATE {table} SET checksum = checksum_of({columns})")
 
 
-def _add(c: sqlite3.Connection, name: str, amount: int) -> None:
+def _add(c: Connection, name: str, amount: int) -> None:
     c.execute(
         "INSERT INTO totals (name, value) VALUES (?, ?) ON CONFLICT (name) "
         "DO UPDATE SET value = value + excluded.value",
@@ -849,7 +842,7 @@ def _add(c: sqlite3.Connection, name: str, amount: int) -> None:
     )
 
 
-def _totals(c: sqlite3.Connection) -> dict[str, int]:
+def _totals(c: Connection) -> dict[str, int]:
     return dict(c.execute("SELECT name, value FROM totals").fetchall())
 
 
@@ -860,11 +853,11 @@ def _counts(totals: Mapping[str, int], prefix: str, base: Mapping[str, int]) -> 
     return dict(counts)
 
 
-def _set_meta(c: sqlite3.Connection, key: str, value: Any) -> None:
+def _set_meta(c: Connection, key: str, value: Any) -> None:
     _insert(c, "meta", [(key, json.dumps(value))], "OR REPLACE")
 
 
-def _meta(c: sqlite3.Connection) -> Mapping[str, Any]:
+def _meta(c: Connection) -> Mapping[str, Any]:
     return {key: json.loads(value) for key, value in c.execute("SELECT key, value FROM meta")}
 
 
