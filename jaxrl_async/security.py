@@ -125,18 +125,16 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
       ValueError: one without the other, or files that are not a certificate and its key.
     """
     if bool(cert) != bool(key):
-        raise ValueError(
-            f"a certificate and its key go together, got tls_cert {cert!r}, tls_key {key!r}"
-        )
+        found = f"tls_cert {cert!r}, tls_key {key!r}"
+        raise ValueError(f"a certificate and its key go together, got {found}")
     if not cert:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
     except OSError as error:  # ssl.SSLError is one.
-        raise ValueError(
-            f"no certificate and key in tls_cert {cert}, tls_key {key}: {_why(error)}"
-        ) from None
+        found = f"tls_cert {cert}, tls_key {key}"
+        raise ValueError(f"no certificate and key in {found}: {_why(error)}") from None
     return context
 
 
@@ -202,7 +200,10 @@ def escaped(text: str, *, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
+    shown = (
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
+    return "".join(shown)
 
 
 def unreadable(error: Exception) -> str:
@@ -240,10 +241,6 @@ def message_of(line: str) -> str:
         return str(json.loads(line)["message"])
     except (ValueError, TypeError, KeyError):
         return line.rpartition(" INFO ")[2].partition(": ")[2]
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def _why(error: OSError) -> str:

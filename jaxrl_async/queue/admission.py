@@ -12,7 +12,6 @@ import dataclasses
 import heapq
 import logging
 import math
-import operator
 from collections.abc import Collection, Mapping
 
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
@@ -102,11 +101,10 @@ class Admission:
                 raise ValueError(f"{name} must be ≥ 1, got {value}")
         check_staleness(self.max_staleness, self.push_every_steps)
         if 0 < self.max_staleness < self.push_every_steps + 1:
-            log.warning(
-                "max_staleness %d < push_every_steps %d + 1: generation will wait for pushes",
-                self.max_staleness,
-                self.push_every_steps,
+            found = (
+                f"max_staleness {self.max_staleness} < push_every_steps {self.push_every_steps} + 1"
             )
+            log.warning("%s: generation will wait for pushes", found)
         if self.permit_timeout_secs <= 0:
             raise ValueError(f"permit_timeout_secs must be > 0, got {self.permit_timeout_secs}")
 
@@ -226,9 +224,8 @@ class Admission:
         if version < 0:
             raise OrderError(f"version {version} is published; versions start at 0")
         if resume_point is not None and resume_point.step != version:
-            raise OrderError(
-                f"version {version} is published with the resume point of step {resume_point.step}"
-            )
+            other = f"the resume point of step {resume_point.step}"
+            raise OrderError(f"version {version} is published with {other}")
         if resume_point is not None and self.v_pub is None:
             self._restore(resume_point)
         elif resume_point is not None and resume_point.step != self.leases.committed_step:
@@ -258,9 +255,8 @@ class Admission:
         for permit in permits:
             running = self._running[permit.prompt_index]
             taker = running.worker if worker is None else worker
-            self._running[permit.prompt_index] = dataclasses.replace(
-                running, since=now, worker=taker
-            )
+            taken = dataclasses.replace(running, since=now, worker=taker)
+            self._running[permit.prompt_index] = taken
 
     def permits_of(self, worker: str) -> list[Permit]:
         """The running permits of a worker, ascending."""
@@ -492,8 +488,7 @@ class Admission:
 
     def _outstanding(self) -> tuple[Permit, ...]:
         out = {**self._running, **self._held, **self._leased}
-        permits = [*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]
-        return tuple(sorted(permits, key=operator.attrgetter("prompt_index")))  # each index once
+        return tuple(sorted([*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]))
 
     def _restore(self, point: ResumePoint) -> None:
         committed = point.step * self.batch_groups

@@ -61,9 +61,8 @@ class Leases:
                 f"{self.committed_step}) and its groups are gone"
             )
         if step > self.leased_step + 1:
-            raise OrderError(
-                f"lease of step {step}: step {self.leased_step + 1} was not leased in full"
-            )
+            before = self.leased_step + 1
+            raise OrderError(f"lease of step {step}: step {before} was not leased in full")
         chunks = self._chunks.get(step, [])
         if index > len(chunks) or (index == len(chunks) and step <= self.leased_step):
             raise OrderError(f"lease of step {step}: chunk {index}, but {len(chunks)} are fixed")

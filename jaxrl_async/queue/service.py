@@ -186,12 +186,10 @@ class QueueService:
             self._run_epoch = recovered.run_epoch
             self._completion_tokens = recovered.completion_tokens
             self._set_servers(tuple(ServerRecord(*record) for record in recovered.servers))
+            here = (len(self._groups), admission.running)
             log.info(
                 "recovered from the journal: step %d, version %s, %d groups, %d permits out",
-                admission.leases.committed_step,
-                admission.v_pub,
-                len(self._groups),
-                admission.running,
+                *(admission.leases.committed_step, admission.v_pub, *here),
             )
 
     @property
@@ -268,13 +266,8 @@ class QueueService:
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
-        wire.check_message(
-            request,
-            group_size=self.group_size,
-            vocab_size=self.vocab_size,
-            max_tokens=self.max_tokens,
-            record=self.record,
-        )
+        bounds = {"group_size": self.group_size, "vocab_size": self.vocab_size}
+        wire.check_message(request, **bounds, max_tokens=self.max_tokens, record=self.record)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
         oldest, newest = wire.versions_of(request)
@@ -417,9 +410,8 @@ class QueueService:
         has_resume_point = request.HasField("position")
         resume_point = wire.decode_resume_point(request.position) if has_resume_point else None
         if request.run_epoch < self._run_epoch:
-            raise OrderError(
-                f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
-            )
+            late = f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
+            raise OrderError(late)
         before, before_servers = (self.admission.v_pub, self._run_epoch), self._servers
         self._apply(self.admission.publish, request.version, resume_point)
         self._run_epoch = request.run_epoch

@@ -17,20 +17,18 @@ RESERVED_FILES = 256  # for logs, pipes and libraries: never given to connection
 _reported = threading.Event()  # whether this process has logged that it is out of files
 
 
-def raise_open_file_limit() -> int:
-    """Raises the soft limit of open files to the hard one, logs both, and returns the soft one."""
+def raise_open_file_limit() -> None:
+    """Raises the soft limit of open files to the hard one, and logs both."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         log.info("open files: at most %d", open_file_limit())
-        return open_file_limit()
+        return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        log.info("open files: at most %d, raised from %d", wanted, soft)
     except (OSError, ValueError) as error:
         log.warning("open files: at most %d; the limit cannot be raised: %s", soft, error)
-        return soft
-    log.info("open files: at most %d, raised from %d", wanted, soft)
-    return wanted
 
 
 def open_file_limit() -> int:

@@ -3,7 +3,6 @@
 They verify a version by the digest of its manifest, and load it beside the one that they serve.
 """
 
-import functools
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar
@@ -44,16 +43,14 @@ class Embedded(Intake, SglangApi):
             await self.update_from_disk(push, name, writer=push.options.writer, digest=digest)
 
     async def verification(self, push: Push) -> Callable[[], Awaitable[None]]:
-        return functools.partial(self._verify, push)
+        async def verify() -> None:
+            said = (await self.verify_name(push)).get(protocol.WEIGHT_DIGEST)
+            if said != (wanted := push.stored.digest):
+                path = os.fspath(push.stored)
+                reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
+                raise ServerError(self.address, self.INFO, reason, retryable=False)
 
-    async def _verify(self, push: Push) -> None:
-        """Raises ServerError where it holds other weights than the version's."""
-        said = (await self.verify_name(push)).get(protocol.WEIGHT_DIGEST)
-        wanted = push.stored.digest
-        if said != wanted:
-            path = os.fspath(push.stored)
-            reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
-            raise ServerError(self.address, self.INFO, reason, retryable=False)
+        return verify
 
     async def check_adapters(self, checks: Checks) -> None:
         """Compares the adapters that it was started for."""
