@@ -302,7 +302,7 @@ async def forget(path: pathlib.Path, num_bytes: int, slices: bool, alone_secs: f
     async def forgotten() -> None:
         if not slices:
             journals.SLICE_BYTES = journals.SLICE_GROUPS = 1 << 62
-            await journal._change(lambda c: c.execute("PRAGMA secure_delete = ON"))
+            await journal._put(lambda c: c.execute("PRAGMA secure_delete = ON").close())
         await journal.checkpointed(1)
         while True:
             meta = await journal._put(

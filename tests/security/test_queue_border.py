@@ -22,9 +22,9 @@ from google.protobuf import message as protobuf
 from google.protobuf import message_factory
 from hypothesis import strategies as st
 
+from jaxrl_async import rpc
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
-from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.calls import Glance, GrpcCalls, QueueError
@@ -128,14 +128,12 @@ METHODS = [m.name for m in pb.DESCRIPTOR.services_by_name["TrajectoryQueue"].met
 
 @pytest.mark.parametrize("method", [*METHODS, "NoSuchMethod"])
 async def test_no_call_without_the_token_is_looked_at(method, monkeypatch):
-    looked = []
-    for name in ("_unary", "_streaming"):
-        make = getattr(queue_service, name)
+    looked, parser = [], rpc.parser
 
-        def spied(call, parse, *rest, make=make):
-            return make(call, lambda raw: looked.append(raw) or parse(raw), *rest)
+    def spied(message):
+        return lambda raw: looked.append(raw) or parser(message)(raw)
 
-        monkeypatch.setattr(queue_service, name, spied)
+    monkeypatch.setattr(rpc, "parser", spied)
     async with queue_of(token=TOKEN) as address, grpc.aio.insecure_channel(address) as channel:
         call = channel.unary_unary(f"/jaxrl_async.TrajectoryQueue/{method}")
         for metadata in ((), (("authorization", "Bearer x"),), (("authorization", TOKEN),)):
