@@ -353,8 +353,7 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
         prompts = shapes_.empty_prompts(total)
         prompts.tokens[:] = rng.integers(0, config.vocab_size, prompts.tokens.shape)
         prompts.lengths[:], prompts.num_rows[...] = total, num_rows
-        prompts.offsets[:] = np.arange(num_rows + 1)
-        prompts.slots[:num_rows] = np.arange(first, first + num_rows) % slots
+        prompts.slots[:] = np.arange(first, first + num_rows) % slots
         start = time.perf_counter()
         cache = jax.block_until_ready(prefill(params, cache, prompts))
         prefill_secs.append(time.perf_counter() - start)

@@ -17,6 +17,7 @@ of the one before: the ratio of the times is what turns cost.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import pathlib
@@ -100,7 +101,9 @@ def speed_up(sync: dict, other: dict) -> str:
     )
 
 
-def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[str, float]:
+def turns(
+    prompt_tokens: int, num_rows: int, num_tokens: int = 32, rounds: int = 5
+) -> dict[str, float]:
     """Seconds for num_tokens of each row, by the number of requests they are sampled in; medians of paired rounds."""
     import jax
 
@@ -117,7 +120,7 @@ def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[st
     engine = engines.Engine(
         config,
         num_slots=num_rows,
-        max_total_tokens=128,
+        max_total_tokens=1 << (prompt_tokens + num_tokens).bit_length(),
         decode_chunk=4,
         max_queued_requests=num_rows,
         name="turns",
@@ -126,9 +129,11 @@ def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[st
     params = sharding.init_sharded(config, sharding.make_mesh(1, 1, 1, jax.devices()[:1]), 0)
     engine.update_weights(params, "0").result(600)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(2, tokenizer.vocab_size, 40, dtype=np.int32) for _ in range(num_rows)]
+    draw = functools.partial(rng.integers, 2, tokenizer.vocab_size, prompt_tokens, dtype=np.int32)
+    prompts = [draw() for _ in range(num_rows)]
 
     def seconds(num_turns: int) -> float:
+        assert engine.flush().result(60)
         rows, start = dict(enumerate(prompts)), time.monotonic()
         for turn in range(num_turns):
             done: queue.Queue = queue.Queue()
@@ -157,7 +162,7 @@ def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[st
     finally:
         engine.close(timeout_secs=60)
     whole = np.array(times[1][1:])  # The first round warms up.
-    return {
+    return {"1 turn, s": float(np.median(whole))} | {
         f"{n} turns over 1": float(np.median(np.array(t[1:]) / whole)) for n, t in times.items()
     }
 
@@ -171,7 +176,9 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/agents.json"))
     args, changes = parser.parse_known_args()
     if args.turns:
-        print(json.dumps(turns()))
+        for prompt_tokens, num_rows in ((40, 256), (400, 32)):
+            found = turns(prompt_tokens, num_rows)
+            print(f"prompts of {prompt_tokens} tokens:", json.dumps(found), flush=True)
         return
     out = pathlib.Path(args.out)
     result = {"rows": []} | record.read(out)

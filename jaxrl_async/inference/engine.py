@@ -2,8 +2,8 @@
 
 One thread owns the slots, the cache and the weights; other threads post commands and hold futures. A request waits in
 the queue, is prefilled into a free slot, and gets its tokens in chunks of decode steps. Commands run between chunks. An
-answer depends on the request's tokens, seed and settings and on the weights; not on its neighbours, its slot or its
-time of arrival.
+answer depends on the request's tokens, seed and settings and on the weights; not on its neighbours, its slot, what is
+held of its row, or its time of arrival.
 
 Requests are token ids: HTTP and tokenizers are not the engine's.
 """
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrl_async.inference import loading, programs, sampling
+from jaxrl_async.inference import loading, prefixes, programs, sampling
 from jaxrl_async.models import experts, lora, transformer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -59,6 +59,7 @@ class Completion:
     finish_reason: dict | None
     prompt_tokens: int
     num_retractions: int
+    cached_tokens: int = 0  # of the prompt, whose keys and values were held when it was admitted
     # Of `types.Choices`, where they are recorded: uint8 or uint16 [P + N, L, K] of prompt and output, and
     # int32 [N, M] of the output.
     routes: np.ndarray | None = None
@@ -123,7 +124,7 @@ class Engine:
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # _Live
         self._running = {}  # slot -> _Live
-        self._free = list(range(self.num_slots))
+        self._free = dict.fromkeys(range(self.num_slots))  # the least recently used first
         self._lengths = np.zeros(self.num_slots, np.int32)  # tokens of each slot's sequence
         shape = self.num_slots, self.max_total_tokens
         self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -143,6 +144,7 @@ class Engine:
         )
         self._programs = programs.Programs(shapes)
         self._cache = self._programs.empty_cache()
+        self._prefixes = prefixes.Prefixes(self._programs.block)
         self._thread.start()
 
     def close(self, *, timeout_secs: float) -> None:
@@ -278,8 +280,14 @@ class Engine:
         return future
 
     def flush(self) -> concurrent.futures.Future:
-        """Returns a future of whether no request is live. The cache holds live requests alone."""
-        return self._post(lambda: not self._running and not self._waiting)
+        """Returns a future of whether no request is live; then what slots hold of earlier ones is forgotten."""
+
+        def command():
+            if idle := not self._running and not self._waiting:
+                self._prefixes.clear()
+            return idle
+
+        return self._post(command)
 
     def freeze(self, base: nnx.State) -> None:
         """Takes the weights beside the adapters, once, shared where they lie on this device in their dtype.
@@ -586,40 +594,31 @@ class Engine:
             live.close_span(self._version, self._lengths[live.slot])
         self._for_decode = None  # Makes room.
         self._weights, self._version = update.weights, update.version
+        self._prefixes.clear()
         self._for_decode = self._programs.for_decode(self._weights.params)
         paused = self._paused is not None or update.running == "retract"
         held = len(self._running) + len(self._waiting)
         _resolve(update.future, held if paused else 0)
 
     def _admit(self):
-        """One prefill: the head of the queue, and the waiting requests of its bucket."""
-        batch, slots_of_row, passed_over = [], {}, []
-        bucket = self._bucket(self._waiting[0])
-        max_rows = self._programs.max_rows(bucket) if bucket else 1
-        while self._waiting and len(batch) < len(self._free):
-            live = self._waiting.popleft()
-            row = live.tokens[:-1].tobytes()  # the last token is decode's to process
-            known = row in slots_of_row or len(slots_of_row) < max_rows
-            if self._bucket(live) == bucket and known:
-                slots_of_row.setdefault(row, []).append(self._free[-1 - len(batch)])
-                batch.append(live)
-            else:
-                passed_over.append(live)
-        self._waiting.extendleft(reversed(passed_over))
-        for live in batch:
-            self._occupy(self._free.pop(), live)
+        """Fills free slots from the head of the queue: what a slot holds of a row is kept or copied, not computed."""
         if self._cache is None:
             self._cache = self._programs.empty_cache()
-        if bucket:
-            rows = [np.frombuffer(row, np.int32) for row in slots_of_row]
-            self._cache = self._programs.prefill(
-                self._weights.params, self._cache, rows, list(slots_of_row.values())
-            )
-
-    def _bucket(self, live):
-        """Padded length of the prefill; 0 for a single token, which has none."""
-        num_tokens = len(live.tokens) - 1
-        return self._programs.bucket(num_tokens) if num_tokens else 0
+            self._prefixes.clear()
+        fills, num_tokens = [], 0
+        while self._waiting and self._free and num_tokens < programs.MAX_PREFILL_TOKENS:
+            live = self._waiting.popleft()
+            row = live.tokens[:-1]  # the last token is decode's to process
+            num_held, source, in_place = self._prefixes.find(row.tobytes(), self._free)
+            slot = source if in_place else next(iter(self._free))
+            del self._free[slot]
+            self._prefixes.hold(slot, row.tobytes())
+            if not live.num_retractions:
+                live.num_cached = num_held
+            num_tokens += len(row) - num_held
+            fills.append(programs.Fill(slot, row, num_held, source))
+            self._occupy(slot, live)
+        self._cache = self._programs.prefill(self._weights.params, self._cache, fills)
 
     def _occupy(self, slot, live):
         live.slot = slot
@@ -656,7 +655,7 @@ class Engine:
         slot, live.slot = live.slot, None
         self._slots.active[slot] = False
         self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
-        self._free.append(slot)
+        self._free[slot] = None
         del self._running[slot]
 
     def _unknown_routes(self, live):
@@ -717,7 +716,7 @@ class Engine:
         self._abort(lambda rid: rid in rids, message)
         # A masked NaN in the cache still reaches whoever comes next into its slot: 0 · NaN.
         self._retract()
-        self._cache = self._programs.empty_cache()
+        self._cache = None
 
     def _finish(self, ended):
         with self._lock:
@@ -741,6 +740,7 @@ class _Live:
         self.kept = None
         self.spans = []
         self.num_retractions = 0
+        self.num_cached = 0
         self.routes = None  # of its tokens, once it has ended; the model has no experts otherwise
 
     def close_span(self, version, num_tokens):
@@ -769,6 +769,7 @@ class _Live:
             finish_reason=finish_reason,
             prompt_tokens=prompt_length,
             num_retractions=self.num_retractions,
+            cached_tokens=self.num_cached,
             routes=self.routes,
             kept=self.kept,
         )

@@ -437,7 +437,7 @@ class _Routes:
             "finish_reason": completion.finish_reason,
             "prompt_tokens": completion.prompt_tokens,
             "completion_tokens": len(output_ids),
-            "cached_tokens": 0,
+            "cached_tokens": completion.cached_tokens,
             "weight_version": spans[-1]["version"] if spans else self._engine.weight_version,
             "weight_versions": spans,
             "num_retractions": completion.num_retractions,

@@ -6,6 +6,7 @@ requests or versions.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,9 +18,12 @@ from jaxrl_async.inference import sampling
 from jaxrl_async.models import attention, experts, gpu_decode, transformer
 
 _MIN_BUCKET = 16
+# Tokens of a row that a prefill computes at a time, where it goes on from those before. On other platforms no kernel
+# does, and a row is computed whole.
+_BLOCK_TOKENS = {"cpu": 64}
 MAX_TOP = 20  # of the most probable tokens
 _SCORED_TOGETHER = 32  # tokens whose logits are in memory at a time
-_MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
+MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
 
 
 class Slots(NamedTuple):
@@ -44,13 +48,24 @@ class Decoded(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Up to R distinct token rows of one bucket, and the slots that each goes to."""
+    """Up to R blocks of tokens, of one width, to be computed one after the other."""
 
-    tokens: np.ndarray  # int32 [R, bucket]
+    tokens: np.ndarray  # int32 [R, width]
     lengths: np.ndarray  # int32 [R]
-    slots: np.ndarray  # int32 [S]: row r goes to slots[offsets[r]:offsets[r + 1]]
-    offsets: np.ndarray  # int32 [R + 1]
-    num_rows: np.ndarray  # int32 [], rows in use
+    starts: (
+        np.ndarray
+    )  # int32 [R], positions of the first tokens; before them the slot holds the row
+    slots: np.ndarray  # int32 [R]
+    num_rows: np.ndarray  # int32 [], in use
+
+
+class Fill(NamedTuple):
+    """A row of tokens for a slot, and the slot that holds its first ones."""
+
+    slot: int
+    row: np.ndarray  # int32 [P]
+    num_held: int  # ≤ P
+    source: int | None  # None: nothing is held
 
 
 class Scores(NamedTuple):
@@ -76,7 +91,7 @@ class Shapes:
     ):
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
         self.max_kept = min(max_kept, config.vocab_size)  # M
-        self.config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
+        self.config, self.num_slots, self._decode_chunk = config, num_slots, decode_chunk
         self._max_total_tokens = max_total_tokens
         self.device = device
         self._device = device or jax.devices()[0]
@@ -89,13 +104,22 @@ class Shapes:
             self.layers = jax.eval_shape(transformer.layers_apart, self.params["blocks"])
         self.cache = transformer.KVCache(keys, keys, self._routes(max_total_tokens))
         self.buckets = tuple(_buckets(max_total_tokens))
+        self.block = min(
+            max_total_tokens, _BLOCK_TOKENS.get(self._device.platform, max_total_tokens)
+        )
+        # Of prefills, whether they go on from earlier blocks, and their widths. The last block of the longest row has a
+        # width of its own: a write that passes the cache's end would be moved.
+        rest, last = max_total_tokens - self.block, max_total_tokens % self.block
+        later = {width for width in (*_buckets(self.block), last) if 0 < width <= rest}
+        self.prefills = [(False, width) for width in _buckets(self.block)]
+        self.prefills += [(True, width) for width in sorted(later)]
 
     def _routes(self, max_total_tokens):
         """Of the experts of each cached token, as keys lie; None without experts."""
         c = self.config
         if not c.num_experts:
             return None
-        shape = self._num_slots, max_total_tokens, c.experts_per_token
+        shape = self.num_slots, max_total_tokens, c.experts_per_token
         dtype = experts.route_dtype(c.num_experts)
         if self._device.platform == "gpu":
             return c.num_layers * (jax.ShapeDtypeStruct(shape, dtype),)
@@ -109,53 +133,55 @@ class Shapes:
         static = transformer.graphdef(c), self._decode_chunk, self.max_kept, attend
         decode = functools.partial(_decode, *static)
         weights = self.params, self.layers
-        return self._trace(decode, weights, self.cache, empty_slots(self._num_slots, self.max_kept))
+        return self._trace(decode, weights, self.cache, empty_slots(self.num_slots, self.max_kept))
 
     def trace_apart(self) -> jax.stages.Traced:
         """`transformer.layers_apart`."""
         return self._trace(transformer.layers_apart, self.params["blocks"])
 
-    def trace_prefill(self, bucket: int) -> jax.stages.Traced:
-        """The program of `Programs.prefill` for one of the buckets."""
+    def trace_copy(self) -> jax.stages.Traced:
+        """The program that copies slots to others."""
+        pairs = np.zeros((self.num_slots, 2), np.int32)
+        return self._trace(_copy, self.cache, pairs, np.int32(0), donated=0)
+
+    def trace_prefill(self, width: int, continues: bool = False) -> jax.stages.Traced:
+        """The program of `Programs.prefill` for blocks of a width, which begin their rows or go on from others."""
         c = self.config
-        kernel = attention.choose("auto", self._device, bucket, c.dtype, c.windows, c.head_dim)
-        prefill = functools.partial(_prefill, transformer.graphdef(c), kernel)
-        return self._trace(prefill, self.params, self.cache, self.empty_prompts(bucket))
+        kernel = attention.choose("auto", self._device, width, c.dtype, c.windows, c.head_dim)
+        prefill = functools.partial(_prefill, transformer.graphdef(c), kernel, continues)
+        return self._trace(prefill, self.params, self.cache, self.empty_prompts(width))
 
-    def max_rows(self, bucket: int) -> int:
-        """Distinct rows that one prefill of this bucket takes."""
-        return max(1, min(self._num_slots, _MAX_PREFILL_TOKENS // bucket))
+    def max_rows(self, width: int) -> int:
+        """Blocks that one prefill of this width takes."""
+        return max(1, min(self.num_slots, MAX_PREFILL_TOKENS // width))
 
-    def empty_prompts(self, bucket: int) -> Prompts:
-        """A prefill of no row, as NumPy arrays to fill in."""
-        num_rows = self.max_rows(bucket)
-        return Prompts(
-            tokens=np.zeros((num_rows, bucket), np.int32),
-            lengths=np.zeros(num_rows, np.int32),
-            slots=np.zeros(self._num_slots, np.int32),
-            offsets=np.zeros(num_rows + 1, np.int32),
-            num_rows=np.zeros((), np.int32),
-        )
+    def empty_prompts(self, width: int) -> Prompts:
+        """A prefill of no block, as NumPy arrays to fill in."""
+        num_rows = self.max_rows(width)
+        of_row = (np.zeros(num_rows, np.int32) for _ in range(3))
+        return Prompts(np.zeros((num_rows, width), np.int32), *of_row, np.zeros((), np.int32))
 
-    def _trace(self, function, *arguments):
+    def _trace(self, function, *arguments, donated=1):
         sharding = self.device and jax.sharding.SingleDeviceSharding(self.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        donated = 1 if len(arguments) > 1 else ()
+        donated = donated if len(arguments) > 1 else ()
         return jax.jit(function, donate_argnums=donated).trace(*abstract)
 
 
 class Programs:
-    """The compiled programs of one model at one shape: `decode`, and `prefill` for each bucket."""
+    """The compiled programs of one model at one shape: `decode`, a copy of slots, and `prefill` for each width."""
 
     def __init__(self, shapes: Shapes):
         """Compiles them for the device of the shapes."""
         self._shapes = shapes
         self.decode = shapes.trace_decode().lower().compile()
         self._prefill = {
-            bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets
+            (continues, width): shapes.trace_prefill(width, continues).lower().compile()
+            for continues, width in shapes.prefills
         }
+        self._copy = shapes.trace_copy().lower().compile()
         self._apart = shapes.layers and shapes.trace_apart().lower().compile()
         self._routes = jax.jit(_routes_of_slot)
         if shapes.config.num_experts:
@@ -166,7 +192,7 @@ class Programs:
     def count(self) -> int:
         """Programs compiled before the first request."""
         return (
-            1
+            2
             + len(self._prefill)
             + sum(x is not None for x in (self._shapes.cache.routes, self._apart))
         )
@@ -182,38 +208,72 @@ class Programs:
             self._shapes.cache,
         )
 
-    def bucket(self, num_tokens: int) -> int:
-        """The padded length at which this many tokens (≥ 1) are prefilled."""
-        return next(bucket for bucket in self._prefill if bucket >= num_tokens)
+    @property
+    def block(self) -> int:
+        """Tokens that a prefill computes at a time."""
+        return self._shapes.block
 
-    def max_rows(self, bucket: int) -> int:
-        """Distinct rows that one prefill of this bucket takes."""
-        return self._shapes.max_rows(bucket)
+    def prefill(self, params, cache, fills: Sequence[Fill]):
+        """Gives slots the keys and values of their rows, one after the other; a later fill may go on from an earlier.
 
-    def prefill(self, params, cache, rows, slots):
-        """Fills the cache with each row's keys and values.
-
-        Every row is computed alone, padded to the bucket of its own length, so its numbers do not
-        depend on the other rows.
+        A block's numbers depend on its row up to it alone: not on other rows, nor on what was held of its own.
 
         Args:
           params: nnx.State.
           cache: of `empty_cache`, donated.
-          rows: int32 arrays of 1 to max_rows tokens' rows, all of one bucket.
-          slots: for each row, the slots that receive it.
+          fills: of distinct slots.
 
         Returns:
           the cache.
         """
-        bucket = self.bucket(len(rows[0]))
-        prompts = self._shapes.empty_prompts(bucket)
-        for i, row in enumerate(rows):
-            prompts.tokens[i, : len(row)] = row
-            prompts.lengths[i] = len(row)
-        prompts.offsets[1 : len(rows) + 1] = np.cumsum([len(s) for s in slots])
-        prompts.slots[: prompts.offsets[len(rows)]] = np.concatenate(slots)
-        prompts.num_rows[...] = len(rows)
-        return self._prefill[bucket](params, cache, prompts)
+        before, blocks, after, pending = [], [], [], set()
+        for slot, row, num_held, source in fills:
+            if source in pending and num_held == len(row):
+                after.append((source, slot))
+                pending.add(slot)
+                continue
+            if source in pending:
+                cache = self._run(params, cache, before, blocks, after)
+                before, blocks, after, pending = [], [], [], set()
+            if source not in (None, slot):
+                before.append((source, slot))
+            for start in range(num_held, len(row), self.block):
+                blocks.append((slot, start, row[start : start + self.block]))
+                pending.add(slot)
+        return self._run(params, cache, before, blocks, after)
+
+    def _run(self, params, cache, before, blocks, after):
+        """Copies slots, computes blocks, and copies what was computed."""
+        cache = self._copied(cache, before)
+        by_program = {key: [] for key in self._prefill}
+        for block in blocks:
+            by_program[self._program(*block[1:])].append(block)
+        # A row's blocks follow one another: only its last one is narrower.
+        for continues, width in sorted(by_program, key=lambda key: (key[0], -key[1])):
+            of_program, most = by_program[continues, width], self._shapes.max_rows(width)
+            for first in range(0, len(of_program), most):
+                some = of_program[first : first + most]
+                prompts = self._shapes.empty_prompts(width)
+                for i, (slot, start, tokens) in enumerate(some):
+                    prompts.tokens[i, : len(tokens)] = tokens
+                    prompts.lengths[i] = len(tokens)
+                    prompts.starts[i], prompts.slots[i] = start, slot
+                prompts.num_rows[...] = len(some)
+                cache = self._prefill[continues, width](params, cache, prompts)
+        return self._copied(cache, after)
+
+    def _program(self, start, tokens):
+        room = self._shapes.buckets[-1] - start
+        of_kind = (key for key in self._prefill if key[0] == (start > 0))
+        return next(key for key in of_kind if len(tokens) <= key[1] <= room)
+
+    def _copied(self, cache, pairs):
+        """Copies slots to others, given as (from, to)."""
+        if not pairs:
+            return cache
+        padded = np.zeros((self._shapes.num_slots, 2), np.int32)
+        padded[: len(pairs)] = pairs
+        return self._copy(cache, padded, np.int32(len(pairs)))
 
     def routes(self, cache, slot: int) -> np.ndarray | None:
         """The routes of a slot's tokens, of `experts.route_dtype` [max_total_tokens, L, K]; None without experts."""
@@ -228,7 +288,7 @@ class Programs:
 
         The first row of a bucket compiles its program.
         """
-        row = np.zeros(self.bucket(len(tokens)), np.int32)
+        row = np.zeros(next(b for b in self._shapes.buckets if b >= len(tokens)), np.int32)
         row[: len(tokens)] = tokens
         scores = self._score(params, row, np.int32(len(tokens)), np.float32(temperature))
         return Scores(*(array[: len(tokens) - 1] for array in jax.device_get(scores)))
@@ -314,32 +374,45 @@ def _decode(graphdef, num_steps, max_kept, attend, weights, cache, slots):
     return cache, decoded
 
 
-def _prefill(graphdef, kernel, params, cache, prompts):
-    """Runs each row in use alone, and writes its keys and values into its slots."""
+def _prefill(graphdef, kernel, continues, params, cache, prompts):
+    """Computes each block in use alone, and writes its keys and values into its slot."""
     model = nnx.merge(graphdef, params)
-    positions = jnp.arange(prompts.tokens.shape[1])[None]
+    index = jnp.arange(prompts.tokens.shape[1])[None]
 
     def one_row(row, cache):
-        segments = (positions < prompts.lengths[row]).astype(jnp.int32)
-        rows = attention.of_rows(kernel, segments)
+        slot, start = prompts.slots[row], prompts.starts[row]
+        segments = (index < prompts.lengths[row]).astype(jnp.int32)
         given = experts.Given(segments > 0, segments)
-        _, new = model.prefill(prompts.tokens[row][None], positions, *rows, given)
-        if isinstance(cache.k, tuple):
+        ids, attend, held = *attention.of_rows(kernel, segments), None
+        if continues:
+            held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, 1), cache)
+            attend = functools.partial(attention.continued_attention, start)
+        _, new = model.prefill(prompts.tokens[row][None], index + start, ids, attend, given, held)
+        if apart := isinstance(cache.k, tuple):
             new = new.apart()
 
-        def one_slot(i, cache):
-            start = (prompts.slots[i],) if isinstance(cache.k, tuple) else (0, prompts.slots[i])
-            return jax.tree.map(
-                lambda c, n: jax.lax.dynamic_update_slice(
-                    c, n, start + (0,) * (c.ndim - len(start))
-                ),
-                cache,
-                new,
-            )
+        def written(cache, new):
+            at = [0] * cache.ndim
+            at[-2], at[0 if apart else 1] = start, slot
+            return jax.lax.dynamic_update_slice(cache, new, at)
 
-        return jax.lax.fori_loop(prompts.offsets[row], prompts.offsets[row + 1], one_slot, cache)
+        return jax.tree.map(written, cache, new)
 
     return jax.lax.fori_loop(0, prompts.num_rows, one_row, cache)
+
+
+def _copy(cache, pairs, count):
+    """Copies slots to others, [from, to], one after the other."""
+    axis = 0 if isinstance(cache.k, tuple) else 1
+
+    def one(i, cache):
+        def copied(x):
+            held = jax.lax.dynamic_slice_in_dim(x, pairs[i, 0], 1, axis)
+            return jax.lax.dynamic_update_slice_in_dim(x, held, pairs[i, 1], axis)
+
+        return jax.tree.map(copied, cache)
+
+    return jax.lax.fori_loop(0, count, one, cache)
 
 
 def _score(graphdef, params, tokens, length, temperature):

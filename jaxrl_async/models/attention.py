@@ -193,6 +193,28 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
+def continued_attention(start, k_BNSC, v_BNSC, q_BTHC, k_BTNC, v_BTNC, ids):
+    """`causal_attention` of tokens that go on from others, whose keys and values a cache holds at [0, start).
+
+    Args:
+      start: int32 [], start + T ≤ S.
+      k_BNSC, v_BNSC: the cache; what lies behind `start` is not read.
+      q_BTHC, k_BTNC, v_BTNC, ids: of the tokens, as of `causal_attention`, without prefixes.
+
+    Returns:
+      [B, T, H, C] in the dtype of v.
+    """
+    k_BNSC, v_BNSC = (
+        jax.lax.dynamic_update_slice_in_dim(held, new.swapaxes(1, 2), start, axis=2)
+        for held, new in ((k_BNSC, k_BTNC), (v_BNSC, v_BTNC))
+    )
+    queries = _tokens_of(*ids)
+    index_1S = jnp.arange(k_BNSC.shape[2], dtype=jnp.int32)[None]
+    keys = _Tokens(index_1S, jnp.ones_like(index_1S), None, index_1S, None)
+    seen_BTS = _allowed(queries._replace(index=queries.index + start), keys)
+    return cached_attention(q_BTHC, k_BNSC, v_BNSC, seen_BTS)
+
+
 def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` by cuDNN's fused kernel, which takes the mask as a bias."""
     mask_B1TT = causal_mask(*ids)[:, None]

@@ -238,8 +238,19 @@ class Transformer(nnx.Module):
             routing = jax.tree.map(lambda x: x[np.array(self.config.expert_layers)], routing)
         return self.final_norm(x_BTD), routing
 
-    def prefill(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention, given=None):
+    def prefill(
+        self,
+        tokens_BT,
+        positions_BT,
+        ids,
+        attend=attention.causal_attention,
+        given=None,
+        held: KVCache | None = None,
+    ):
         """As `routed`; also returns the keys and values.
+
+        Args:
+          held: of the tokens before these, each layer's keys and values go to `attend` before the other arguments.
 
         Returns:
           hidden [B, T, D] and a KVCache of [L, B, N, T, C], with the routes.
@@ -249,13 +260,15 @@ class Transformer(nnx.Module):
         given = self._given(tokens_BT, given)
 
         def layer(x_BTD, own):
-            block, window, of_experts = own
+            block, window, of_experts, kv = own
+            own_attend = functools.partial(attend, *kv)
             x_BTD, cache, routing = nnx.merge(graphdef, block)(
-                x_BTD, *of_layer(window), attend, given and given._replace(**of_experts)
+                x_BTD, *of_layer(window), own_attend, given and given._replace(**of_experts)
             )
             return x_BTD, cache._replace(routes=routing and routing.routes)
 
-        layers = (blocks, self._windows(), given and given.of_layers)
+        kv = held[:2] if held else ()
+        layers = (blocks, self._windows(), given and given.of_layers, kv)
         x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), layers)
         return self.final_norm(x_BTD), cache
 

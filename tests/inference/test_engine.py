@@ -1,6 +1,7 @@
 """What the engine answers: the model's own numbers, whatever the load, the slot or the weights' changes."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -311,7 +312,7 @@ def test_nothing_is_compiled_after_start(engine):
     for future in futures:
         wait(future)
     assert len(compilations) == 1
-    assert engine.num_compiled == before == 4  # decode, and prefill at 16, 32 and 48
+    assert engine.num_compiled == before == 5  # decode, a copy, and prefill at 16, 32 and 48
 
 
 # Ends.
@@ -926,3 +927,172 @@ def test_routes_are_those_of_the_computation_that_the_cache_held_at_the_end():
         assert (first.routes[:-1] != expected[: len(row) - 1]).any()
     finally:
         engine.close(timeout_secs=DEADLINE_SECS)
+
+
+# What slots hold of earlier rows.
+
+LONG = 60  # tokens: blocks of 16, and a last one of 12
+
+
+@functools.cache
+def programs_of_blocks(config):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(programs._BLOCK_TOKENS, "cpu", 16)
+        shapes = programs.Shapes(config, num_slots=4, max_total_tokens=LONG, decode_chunk=CHUNK)
+        assert shapes.prefills == [(False, 16), (True, 12), (True, 16)]
+        return programs.Programs(shapes)
+
+
+@contextlib.contextmanager
+def engine_of_blocks(params, config=CONFIG):
+    compiled = programs_of_blocks(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "Programs", lambda *_, **__: compiled)
+        engine = engine_lib.Engine(
+            config,
+            num_slots=4,
+            max_total_tokens=LONG,
+            decode_chunk=CHUNK,
+            max_queued_requests=MAX_QUEUED,
+            name="blocks",
+        )
+        engine.start()
+    try:
+        wait(engine.update_weights(params, "0"))
+        yield engine
+    finally:
+        engine.close(timeout_secs=DEADLINE_SECS)
+
+
+def anew(engine, rid, row, **changes):
+    """The completion, computed whole."""
+    assert wait(engine.flush())
+    done = generate(engine, rid, row, **changes)
+    assert done.cached_tokens == 0
+    return done
+
+
+@pytest.mark.parametrize("kind", ["full", "windows", "experts"])
+def test_a_conversations_next_turn_goes_on_from_its_blocks_with_the_same_bits(kind):
+    config, params = {"full": (CONFIG, weights(0))}.get(kind, (EXPERTS, None))
+    if kind == "windows":
+        config = dataclasses.replace(CONFIG, family="gemma3", windows=(9, 0))
+    if params is None:
+        params = nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(0)))[1]
+        params["embedding"][...] *= 10
+    turns, row = [], [*range(1, 21)]
+    with engine_of_blocks(params, config) as engine:
+        for turn in range(5):
+            done = generate(engine, f"turn{turn}", row, seed=turn, max_new_tokens=5)
+            turns.append((row, done))
+            row = [*row, *done.output_ids.tolist(), turn, 7, 7]
+        # Prefilled were 19, 27, 35, 43 and 51 tokens.
+        assert [done.cached_tokens for _, done in turns] == [0, 16, 16, 32, 32]
+        for turn, (row, done) in enumerate(turns):
+            again = anew(engine, f"again{turn}", row, seed=turn, max_new_tokens=5)
+            same(again, done)
+            if kind == "experts":
+                np.testing.assert_array_equal(again.routes, done.routes)
+    logprobs = np.asarray(full_forward(params, np.array([[*row, *done.output_ids]]), config))
+    expected = logprobs[np.arange(len(row) - 1, len(row) + 4), done.output_ids]
+    np.testing.assert_allclose(done.logprobs, expected, atol=1e-5)
+
+
+def test_a_groups_prompt_is_computed_once_though_its_samples_begin_apart():
+    prompt = tuple(range(1, 24))
+    with engine_of_blocks(weights(0)) as engine:
+        gate = Gate(engine)
+        early = submit(engine, request("early", prompt, max_new_tokens=30, seed=1))
+        gate.run(3)
+        # Beside it, and in the slot that the first of these leaves.
+        late = [
+            submit(engine, request(f"late{i}", prompt, max_new_tokens=3 * i + 2, seed=i))
+            for i in range(6)
+        ]
+        gate.open()
+        assert wait(early).cached_tokens == 0
+        for i, done in enumerate([wait(future) for future in late]):
+            assert done.cached_tokens == len(prompt) - 1
+            same(anew(engine, f"a{i}", prompt, max_new_tokens=3 * i + 2, seed=i), done)
+
+
+def test_a_push_forgets_what_slots_hold_even_of_a_request_that_goes_on_in_place():
+    prompt = tuple(range(1, 24))
+    with engine_of_blocks(weights(0)) as engine:
+        gate = Gate(engine)
+        running = submit(engine, request("running", prompt, max_new_tokens=24))
+        gate.run(1)
+        replies = [
+            engine.pause("in_place"),
+            engine.update_weights(weights(1), "1"),
+            engine.resume(),
+        ]
+        late = submit(engine, request("late", prompt, seed=4))
+        gate.open()
+        for reply in replies:
+            wait(reply)
+        done, mixed = wait(late), wait(running)
+        assert done.cached_tokens == 0 and [s.version for s in mixed.spans] == ["0", "1"]
+        same(anew(engine, "alone", prompt, seed=4), done)
+        # What the running one computed under both is no prefix either.
+        row = (*prompt, *mixed.output_ids.tolist())
+        wait(engine.update_weights(weights(1), "2"))
+        assert generate(engine, "next", row).cached_tokens == 0
+
+
+def test_conversations_in_a_crowd_have_the_bits_that_each_has_alone():
+    """Seven of them share four slots, and some a beginning: rows are copied, continued in place, and evicted."""
+    rng = np.random.default_rng(3)
+    beginnings = [rng.integers(0, CONFIG.vocab_size, 16).tolist() for _ in range(2)]
+    rows = [
+        [*beginnings[i % 2], *rng.integers(0, CONFIG.vocab_size, i // 2 * 3).tolist()]
+        for i in range(7)
+    ]
+    asked, cached = [], 0
+    with engine_of_blocks(weights(0)) as engine:
+        for turn in range(4):
+            requests = [
+                request(
+                    f"{turn}-{i}", rows[i], seed=10 * turn + i, max_new_tokens=1 + (turn + i) % 5
+                )
+                for i in rng.permutation(7).tolist()
+            ]
+            for future, one in zip([submit(engine, r) for r in requests], requests, strict=True):
+                done, i = wait(future), int(one.rid[2:])
+                asked.append((one, done))
+                cached += done.cached_tokens
+                rows[i] = [*rows[i], *done.output_ids.tolist(), turn, i]
+        assert cached > 16 * 20
+        for one, done in asked:
+            assert wait(engine.flush())
+            same(wait(submit(engine, dataclasses.replace(one, rid="alone"))), done)
+
+
+def test_the_slot_that_was_left_first_is_taken_first():
+    with engine_of_blocks(weights(0)) as engine:
+        rows = [tuple(range(i, i + 20)) for i in range(6)]
+        for i in (0, 1, 2, 3, 0, 4):  # Five rows of which 1 is the eldest.
+            generate(engine, f"r{i}", rows[i])
+        cached = [generate(engine, f"s{i}", rows[i]).cached_tokens for i in (0, 4, 2, 3, 1)]
+    assert cached == [19, 19, 19, 19, 0]
+
+
+def test_layers_that_lie_apart_are_copied_and_filled_as_those_in_one_array():
+    rng = np.random.default_rng(0)
+    shape = CONFIG.num_layers, 3, CONFIG.num_kv_heads, 16, CONFIG.head_dim
+    cache = transformer.KVCache(*(rng.normal(size=shape).astype(np.float32) for _ in range(2)))
+    tokens = rng.integers(0, CONFIG.vocab_size, (1, 8), dtype=np.int32)
+    block = programs.Prompts(tokens, np.array([8]), np.array([5]), np.array([1]), np.array(1))
+    fill = jax.jit(
+        functools.partial(programs._prefill, transformer.graphdef(CONFIG), "xla", False, weights(0))
+    )
+    copy, pairs = jax.jit(programs._copy), np.array([[2, 0], [0, 1]])
+    copies = [copy(c, pairs, 2) for c in (cache, cache.apart())]
+    fills = [fill(c, block) for c in (cache, cache.apart())]
+    for slot in (0, 1, 2):
+        np.testing.assert_array_equal(copies[0].k[:, slot], cache.k[:, 2])
+    written = np.any(np.asarray(fills[0].k) != cache.k, axis=(0, 2, 4))
+    np.testing.assert_array_equal(np.argwhere(written), [[1, 5 + i] for i in range(8)])
+    for together, apart in (copies, fills):
+        for one, layers in zip(together[:2], apart[:2], strict=True):
+            np.testing.assert_array_equal(one, np.stack(layers))

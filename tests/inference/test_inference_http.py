@@ -552,8 +552,6 @@ async def test_a_dead_engine_answers_503_with_its_error(client, engine):
 
     class Broken:
         prefill = decode = broken
-        bucket = staticmethod(engine._programs.bucket)
-        max_rows = staticmethod(engine._programs.max_rows)
 
     engine._programs = Broken()
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
