@@ -378,6 +378,15 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         }
         text = ", ".join(f"{name} {_pair(here[m])}" for m, name in names.items() if m in here)
         yield "which_loss", PAGE, f"token reversal at η = {age}: {text}"
+    cells = {(r["num_tokens"], r["method"]): r for r in found["complexity"]}
+    for length in (3, 4, 5):
+        errors = [_pair(cells[length, method]["error"]) for method in ("pg", "ppo", "dg")]
+        less = [
+            _interval(cells[length, method]["dg_less"], signed=True) for method in ("pg", "ppo")
+        ]
+        yield "which_loss", METHODS, f"| {length} | {' | '.join(errors + less)} |"
+    less = (_interval(cells[n, "ppo"]["dg_less"], signed=True) for n in (3, 4, 5))
+    yield "which_loss", PAGE, "DG less PPO: three tokens {}, four {}, five {}:".format(*less)
     agree = sum(row["overlap"] for row in found["check"])
     yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     shape = result("anchors")["shapes"]["17m"]
