@@ -18,7 +18,7 @@ from jaxrl_async import sealed
 from jaxrl_async.config import forms
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.fields import StartError
-from jaxrl_async.config.settings import Settings
+from jaxrl_async.config.settings import Model, Settings
 from jaxrl_async.names import importable
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.task import texts_of
@@ -513,12 +513,18 @@ def model_config_of(settings: Settings, tokenizer: Tokenizer | None) -> ModelCon
     model = settings.model
     if model.path:
         directory = model_directory(settings, ("config.json",))
-        config = hf.read_config(directory, dtype=model.dtype, remat=model.remat)
+        config = hf.read_config(directory, dtype=model.dtype, remat=remat_of(model))
         return dataclasses.replace(config, lora=_lora_of(settings))
-    shape = {name: value for name, value in vars(model).items() if name != "path"}
-    shape["lora"] = _lora_of(settings)
+    others = ("path", "remat_policy")
+    shape = {name: value for name, value in vars(model).items() if name not in others}
+    shape |= {"lora": _lora_of(settings), "remat": remat_of(model)}
     assert tokenizer is not None  # It may be where the files name the vocabulary's size.
     return transformer.ModelConfig(vocab_size=tokenizer.vocab_size, rope_scaling=None, **shape)
+
+
+def remat_of(model: Model) -> bool | str:
+    """`ModelConfig.remat` of a run's settings."""
+    return model.remat and model.remat_policy
 
 
 def _lora_of(settings: Settings) -> LoRA | None:

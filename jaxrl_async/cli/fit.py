@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
         target = target_of(flags.target)
     settings = settings_of(flags.config)
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device of this machine is used.
+    from jaxrl_async import parts
     from jaxrl_async.fit import compare, page, plans, programs
 
     with refusing(programs.FitError):
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
         devices = programs.devices_of(target)
 
         @functools.cache
-        def learner_of(learner: Learner, remat: bool) -> programs.Fit:
+        def learner_of(learner: Learner, remat: bool | str) -> programs.Fit:
             some = dataclasses.replace(settings, learner=learner)
             with_remat = dataclasses.replace(config, remat=remat)
             return programs.compile_run(some, with_remat, target, devices)
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
             return programs.compile_engine(some, config, target, devices[-1])
 
         def compiled(some: Settings) -> programs.Fit:
-            fit = learner_of(some.learner, some.model.remat)
+            fit = learner_of(some.learner, parts.remat_of(some.model))
             return dataclasses.replace(fit, engine=engine_of(some.server))
 
         if flags.search:

@@ -110,6 +110,8 @@ class Model:
         "is full attention, and an empty tuple gives no layer a window.", at_least=0, unit="tokens", since="0.1.0")
     dtype: str = setting("float32", "Dtype of the forward pass.", choices=DTYPES)
     remat: bool = setting(False, "Recompute activations in the backward pass, which saves memory and costs time.")
+    remat_policy: str = setting("full", "What remat recomputes: each layer in full, or without attention and its "
+        "projections.", choices=("full", "attention"), since="0.2.0")
     lora: LoRA = LoRA()
 
 

@@ -5,12 +5,14 @@ import math
 import statistics
 from collections.abc import Iterator
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.fit.programs import Fit
 from jaxrl_async.fit.targets import Target
 from jaxrl_async.models.transformer import ModelConfig
 
 TENSORS = (1, 2, 4, 8)
+_REMATS = (False, "attention", "full")  # each needs less memory than the one before
 
 
 def smaller(settings: Settings, fit: Fit | None = None) -> Iterator[tuple[str, Settings]]:
@@ -37,10 +39,11 @@ def smaller(settings: Settings, fit: Fit | None = None) -> Iterator[tuple[str, S
 
 def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]:
     flags = []
-    if not settings.model.remat:
-        settings = _with(settings, "model", remat=True)
-        flags.append("--config.model.remat=True")
-        yield [*flags], settings
+    now = parts.remat_of(settings.model)
+    for remat in _REMATS[_REMATS.index(now) + 1 :]:
+        flag, settings = _remat(settings, remat)
+        flags = [flag]
+        yield [flag], settings
     learner = settings.learner
     if learner.data > 1:
         fsdp = learner.fsdp * learner.data
@@ -75,12 +78,12 @@ def search(
             for some in sorted({rows // 2, rows, rows * 2}):
                 if not some or some % (slices * data * fsdp * expert):
                     continue
-                for remat in (True, False):
+                for remat in _REMATS:
                     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "microbatch_rows": some}
                     mesh |= {"slices": slices} if slices != settings.learner.slices else {}
                     flags = [f"--config.learner.{name}={value}" for name, value in mesh.items()]
-                    changed = _with(_with(settings, "learner", **mesh), "model", remat=remat)
-                    yield " ".join([*flags, f"--config.model.remat={remat}"]), changed
+                    flag, changed = _remat(_with(settings, "learner", **mesh), remat)
+                    yield " ".join([*flags, flag]), changed
 
 
 def cost(fit: Fit) -> tuple[float, ...]:
@@ -91,6 +94,14 @@ def cost(fit: Fit) -> tuple[float, ...]:
     num_bytes = sum(c.num_bytes for c in program.cost.collectives)
     secs = statistics.fmean(program.total_secs) if program.total_secs else 0.0
     return (secs / tokens, program.flops / tokens, num_bytes / tokens)
+
+
+def _remat(settings: Settings, remat: bool | str) -> tuple[str, Settings]:
+    """The flags for one of _REMATS, and the settings with it."""
+    if not remat:
+        return "--config.model.remat=False", _with(settings, "model", remat=False)
+    flags = f"--config.model.remat=True --config.model.remat_policy={remat}"
+    return flags, _with(settings, "model", remat=True, remat_policy=remat)
 
 
 def _with(settings: Settings, block: str, **values) -> Settings:

@@ -54,7 +54,7 @@ def rates_of(
     num_trained = flops_of.size(abstract_trained(c)) if c.lora else num_params
     load_secs = 2 * num_trained / LINK_BYTES
     # Forwards, and backwards to inputs and to weights, if they are trained; remat computes the first again.
-    passes = 3 + c.remat - (c.lora is not None)
+    passes = 3 + bool(c.remat) - (c.lora is not None)
     return {
         "request_rate": bandwidth
         / (2 * num_used),  # of one request; many together read all experts

@@ -57,13 +57,13 @@ _ORIGINAL = "original_max_position_embeddings"
 _UNSCALED_MAX_TOKENS = 32768
 
 
-def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfig:
+def read_config(directory, *, dtype: str, remat: bool | str) -> transformer.ModelConfig:
     """Reads the model shape from a checkpoint's config.json.
 
     Args:
       directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama, Mistral, Gemma 3 text, Qwen3-MoE or Mixtral model.
       dtype: compute dtype, "float32" | "bfloat16", whatever the dtype of the stored tensors.
-      remat: recompute each layer in the backward pass.
+      remat: of `transformer.ModelConfig`.
 
     Raises:
       FileNotFoundError: no config.json.

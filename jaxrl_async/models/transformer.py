@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_async.models import attention, axes, experts
 from jaxrl_async.models import lora as adapters
@@ -20,6 +21,7 @@ from jaxrl_async.models.families import FAMILIES
 
 # The last part of the path of parameters that are not cast to compute.
 IN_FLOAT32 = ("scale", "router_kernel")
+PROJECTED = "projected"  # what attention is computed from, and its output's projection, of a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +74,9 @@ class ModelConfig:
     attention_bias: bool  # biases on q, k and v (Qwen2)
     tied_embeddings: bool  # logits use the embedding table
     dtype: str  # compute dtype: "float32" | "bfloat16"
-    remat: bool  # recompute each layer in the backward pass
+    remat: (
+        bool | str
+    )  # recompute each layer in the backward pass: "full" (True), or without PROJECTED: "attention"
     family: str = "llama"  # a name in families.FAMILIES
     # of each layer: how many tokens one sees, itself included, 0 for all; (): no layer has a window
     windows: tuple[int, ...] = ()
@@ -210,15 +214,15 @@ class Transformer(nnx.Module):
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
         # stacking every intermediate of every layer costs more than computing it again.
         policies = jax.checkpoint_policies
-        attended = policies.save_only_these_names(attention.ATTENDED)
-        if self.config.num_experts:
-            names = (experts.USED,) if self.config.remat else (experts.USED, experts.MULTIPLIED)
-            attended = policies.save_only_these_names(attention.ATTENDED, *names)
+        again, has_experts = self.config.remat, bool(self.config.num_experts)
+        names = [attention.ATTENDED, *([PROJECTED] if again == "attention" else [])]
+        names += has_experts * ([experts.USED] if again else [experts.USED, experts.MULTIPLIED])
+        attended = policies.save_only_these_names(*names)
         kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
-        if self.config.remat:
+        if again:
             # A kernel would otherwise run twice forwards.
             in_passes = attend in attention.IN_PASSES.values()
-            kept = attended if in_passes or self.config.num_experts else None
+            kept = attended if in_passes or has_experts or again == "attention" else None
         # prevent_cse is not needed within a scan.
         remat = functools.partial(jax.checkpoint, policy=kept, prevent_cse=False)
         first, end = trained or (0, self.config.num_layers)
@@ -537,7 +541,7 @@ class Block(nnx.Module):
         # Tokens on one axis: XLA's CPU backend transposes around the gradients of 3-D matmuls.
         x_ND = axes.on_one_axis(self.attention_norm(x_BTD))
         q, k, v = (
-            axes.in_rows(project(x_ND).reshape(B * T, -1, self.config.head_dim), B, T)
+            axes.in_rows(_kept(project(x_ND)).reshape(B * T, -1, self.config.head_dim), B, T)
             for project in (self.query, self.key, self.value)
         )
         if self.config.qk_norm:
@@ -556,7 +560,8 @@ class Block(nnx.Module):
         """
         B, T, _ = x_BTD.shape
         attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
-        x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, self.output(attended_ND))
+        attended_ND = _kept(self.output(attended_ND))
+        x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, attended_ND)
         y_ND, routing = self.mlp_norm(x_ND), None
         if not self.config.num_experts:
             y_ND = self._mlp(y_ND)
@@ -580,6 +585,10 @@ class Block(nnx.Module):
 def _norm(dim, config):
     zero_centered = FAMILIES[config.family].zero_centered_norms
     return RMSNorm(dim, config.norm_eps, zero_centered=zero_centered)
+
+
+def _kept(x):
+    return checkpoint_name(x, PROJECTED)
 
 
 def _normed(norm, x):

@@ -45,10 +45,12 @@ FIXED = {
 }
 # Settings of the model that say its shape; with a model.path they are the shape of its files.
 SHAPE = tuple(
-    f.name for f in dataclasses.fields(Model) if f.name not in ("path", "dtype", "remat", "lora")
+    f.name
+    for f in dataclasses.fields(Model)
+    if f.name not in ("path", "dtype", "remat", "remat_policy", "lora")
 )
 # Keys within FIXED that a resumed run may change all the same.
-FREE = ("model.remat", "task.changed")
+FREE = ("model.remat", "model.remat_policy", "task.changed")
 BEFORE = ".config.before.json"  # of a resumed run, while a start with another config may be refused
 COMMITTED = "commit_success.txt"  # which orbax writes last into a checkpoint in a bucket
 MISSING = object()  # the value of a key that a config does not have

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from fixtures import compilers
 
+from jaxrl_async import parts
 from jaxrl_async.cli import main
 from jaxrl_async.config.settings import Server, Settings
 from jaxrl_async.fit import flops, hlo, page, plans, programs
@@ -619,14 +620,17 @@ def test_smaller_plans_are_each_on_top_of_those_before():
     found = [(flags, s.learner, s.model.remat) for flags, s in plans.smaller(settings)]
     assert [(lr.data, lr.fsdp, lr.microbatch_rows, remat) for _, lr, remat in found] == [
         (2, 2, 16, True),
+        (2, 2, 16, True),
         (1, 4, 16, True),
         (1, 4, 8, True),
         (1, 4, 4, True),
         (1, 4, 4, True),
     ]
-    assert [learner.offload_moments for _, learner, _ in found] == 4 * [False] + [True]
+    policies = [s.model.remat_policy for _, s in plans.smaller(settings)]
+    assert policies == ["attention", *5 * ["full"]]
+    assert [learner.offload_moments for _, learner, _ in found] == 5 * [False] + [True]
     assert "--config.learner.microbatch_rows=4" in found[-1][0]
-    assert "--config.model.remat=True" in found[-1][0]
+    assert "--config.model.remat=True --config.model.remat_policy=full " in found[-1][0]
     assert "--config.learner.offload_moments=True" in found[-1][0]
     offloaded = settings_of(offload_moments=True, microbatch_rows=16)
     assert all(s.learner.offload_moments for _, s in plans.smaller(offloaded))
@@ -660,7 +664,10 @@ def test_what_is_made_smaller_is_what_is_too_large():
 def test_a_search_has_plans_of_the_targets_size_alone(name, context):
     target = target_of(name)
     settings = settings_of(microbatch_rows=8, context=context)
-    found = [s.learner for _, s in plans.search(settings, CONFIG, target)]
+    plans_found = [s for _, s in plans.search(settings, CONFIG, target)]
+    remats = [parts.remat_of(s.model) for s in plans_found]
+    assert remats == [False, "attention", "full"] * (len(remats) // 3)
+    found = [s.learner for s in plans_found]
     assert found
     for learner in found:
         assert learner.num_devices == 8 and learner.context == context
@@ -791,7 +798,7 @@ def test_a_search_compiles_every_plan_and_prints_the_best_three_that_fit(capsys,
     shown = capsys.readouterr()
     tried = [line for line in shown.err.splitlines() if line.startswith("--config.learner.data=")]
     # data 1 or 2, with and without remat, of 4 rows, as 2 are fewer than the devices; one head is not divided.
-    assert len(tried) == 4 and all(": fits: " in line for line in tried)
+    assert len(tried) == 6 and all(": fits: " in line for line in tried)
     best = re.findall(r"^(--config.*): ([\d.e+-]+) µs a token, fits: ", shown.out, re.M)
     assert len(best) == 3 and [float(secs) for _, secs in best] == sorted(float(s) for _, s in best)
     plan = json.loads((tmp_path / "fit.json").read_text())["plan"]

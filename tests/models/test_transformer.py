@@ -221,8 +221,14 @@ def test_remat_changes_no_gradient(config):
     (kept, kept_program), (recomputed, recomputed_program) = run(False), run(True)
     assert "policy=None" in recomputed_program  # Nothing of a layer is kept,
     assert "policy=None" not in kept_program  # or what the policy names.
-    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    attended, attended_program = run("attention")
+    programs = kept_program, attended_program, recomputed_program
+    products = [program.count("dot_general") for program in programs]
+    # Gate and up, and down where a norm follows; then also q, k, v, output, scores, weights · values.
+    assert np.diff(products).tolist() == [3 if config.family == "gemma3" else 2, 6]
+    for found in (recomputed, attended):
+        for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_in_blocks_is_computed_once_more_with_remat_alone():
@@ -242,6 +248,7 @@ def test_attention_in_blocks_is_computed_once_more_with_remat_alone():
 
     # Scores forwards, and backwards scores and the gradient of the weights.
     assert products(remat=False) == 3
+    assert products(remat="attention") == 3
     assert products(remat=True) == 4
 
 
