@@ -44,6 +44,8 @@ _TPU_OPTIONS = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
 }
+# On many devices: it gathers small parts, and does not sum them.
+_RING_OPTIONS = {"xla_tpu_prefer_async_allgather_to_allreduce": "true"}
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +93,8 @@ class TrainStep:
 
         Args:
           learner: num_steps, max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens,
-            attention_kernel, shared_prompts, replay_routes, param_dtype, optimizer and rate_by_ess are read.
+            attention_kernel, gradient_sums, shared_prompts, replay_routes, param_dtype, optimizer and rate_by_ess are
+            read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
           device_lock: held while a program runs, to its end, where others use the device too.
@@ -111,6 +114,7 @@ class TrainStep:
         loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
+        config = dataclasses.replace(config, ring_sums=learner.gradient_sums == "ring")
         self._config, self._loss, self._optimizer = config, loss, optimizer
         self._mesh, self._slices = mesh, mesh.shape[axes.SLICES]
         self._learner, self._temperature = learner, temperature
@@ -157,7 +161,7 @@ class TrainStep:
             for own in self._accumulator_shardings
         ]
         on_tpu = mesh.devices.flat[0].platform == "tpu"
-        options = _TPU_OPTIONS if on_tpu else None
+        options = _TPU_OPTIONS | (_RING_OPTIONS if config.ring_sums else {}) if on_tpu else None
         self._score = jax.jit(
             self._by_slice(self._score_program, divided=(2,)),
             in_shardings=(state.params, frozen, rows),

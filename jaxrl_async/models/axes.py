@@ -116,3 +116,83 @@ def _gathered_backward(axes, dtype, _, gradient):
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def copies(x: jax.Array, axes: tuple, dtype: str, columns_first: bool = False) -> jax.Array:
+    """`gathered`, as a copy for each of the n devices that divide tokens: [n, …]. Its gradient is summed by `ring_sum`.
+
+    So the gradient of a product has a part for each device, which the compiler has not summed.
+    """
+    return _copies(axes, dtype, jax.typeof(x).sharding.mesh, columns_first, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _copies(axes, dtype, mesh, columns_first, x):
+    whole = _gathered(axes, dtype, x)[None]
+    whole = jnp.broadcast_to(whole, (size(x, *ROWS, COLUMNS), *whole.shape[1:]))
+    return constrain(whole, *_of_parts(axes))
+
+
+def _copies_forward(axes, dtype, mesh, columns_first, x):
+    return _copies(axes, dtype, mesh, columns_first, x), None
+
+
+def _copies_backward(axes, dtype, mesh, columns_first, _, parts):
+    total = ring_sum(parts.astype(dtype), axes, mesh, columns_first)
+    return (total.astype(jnp.float32),)
+
+
+_copies.defvjp(_copies_forward, _copies_backward)
+
+
+def ring_sum(
+    parts: jax.Array, axes: tuple, mesh: jax.sharding.AbstractMesh, columns_first: bool = False
+) -> jax.Array:
+    """Sums [n, …], a part on each of n devices, into each device's own part of the sum.
+
+    On many devices the TPU's compiler makes whole sums of reduce-scatters, while nothing else runs. Here they go around
+    rings, in steps that computation hides: along the rows of the torus, then along its columns, or the other way.
+
+    Args:
+      parts: in the dtype of the sum.
+      axes: the mesh axes of each dimension of the sum, one of them SHARDS.
+    """
+    dim = axes.index(SHARDS)
+
+    def of_device(parts):
+        x = parts[0]
+        for axis in SHARDS:
+            n, shape = mesh.shape[axis], x.shape
+            rows = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
+            x = x.reshape(*shape[:dim], rows, n // rows, -1, *shape[dim + 1 :])
+            for column in (columns_first, not columns_first):
+                x = _ring(x, dim + column, axis, step=1 if column else n // rows)
+            x = x.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return jax.lax.psum(x, "data") if mesh.shape["data"] > 1 else x
+
+    given, found = (jax.sharding.PartitionSpec(*spec) for spec in (_of_parts(axes), axes))
+    return jax.shard_map(of_device, mesh=mesh, in_specs=given, out_specs=found, check_vma=False)(
+        parts
+    )
+
+
+def _ring(x, dim, axis, step):
+    """[…, m, …] → […, 1, …]: of m devices, a step apart on an axis, each gets its part, which grows on its way."""
+    m = x.shape[dim]
+    if m == 1:
+        return x
+    place = jax.lax.axis_index(axis) // step % m
+    others = range(jax.lax.axis_size(axis))
+    following = [(i, i + step if i // step % m < m - 1 else i - step * (m - 1)) for i in others]
+
+    def part(back):
+        return jax.lax.dynamic_slice_in_dim(x, (place - back) % m, 1, dim)
+
+    total = part(1)
+    for back in range(2, m + 1):
+        total = jax.lax.ppermute(total, axis, following) + part(back)
+    return total
+
+
+def _of_parts(axes):
+    return ((*ROWS, COLUMNS), *(None if axis == SHARDS else axis for axis in axes))

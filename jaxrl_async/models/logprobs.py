@@ -62,7 +62,9 @@ def token_logprobs(
     shard_size = kernel.shape[vocab_axis] // shards
     tile = min(shard_size, -(-shard_size * chunk_tokens * axes.size(hidden_BTD, axes.COLUMNS) // T))
     is_frozen = model.config.lora is not None
-    head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile, is_frozen)
+    parts = axes.size(kernel, *axes.ROWS, axes.COLUMNS)
+    parts = parts if model.config.divided_by_rings(kernel) else 0
+    head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile, is_frozen, parts)
     hidden_ND, tokens_N = axes.on_one_axis(hidden_BTD), axes.on_one_axis(tokens_BT)
     logprobs_N, entropy_N = _tiled(head, hidden_ND, kernel, tokens_N, temperature)
     return axes.in_rows(logprobs_N, B, T), axes.in_rows(entropy_N, B, T)
@@ -94,6 +96,7 @@ class _TiledHead:
     shard_size: int  # V / S
     tile: int  # W, ≤ V / S
     is_frozen: bool  # The kernel gets no gradient.
+    parts: int  # of tokens, whose gradients `axes.ring_sum` sums, in the compute dtype; 0: the compiler does
 
     @property
     def num_tiles(self):
@@ -106,9 +109,11 @@ class _TiledHead:
 
     def constrain(self, kernel, of_d):
         """Fixes the division of a sharded kernel: its shards over tensor, its model dimension over `of_d`."""
-        return axes.constrain(
-            kernel, *({"s": "tensor", "v": None, "d": of_d}[a] for a in self.axes)
-        )
+        return axes.constrain(kernel, *self.spec(of_d))
+
+    def spec(self, of_d):
+        """The mesh axes of `constrain`."""
+        return tuple({"s": "tensor", "v": None, "d": of_d}[a] for a in self.axes)
 
     def split(self, kernel):
         """[V, D] → [S, V / S, D], and [D, V] → [S, D, V / S]."""
@@ -221,6 +226,14 @@ def _tiled_backward(head, saved, cotangents):
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
         if head.is_frozen:
             return (d_hidden_SND, None), None
+        if head.parts:
+            hidden, d_logits = (
+                x.reshape(head.parts, -1, *x.shape[1:]) for x in (hidden_ND, d_logits_NSW)
+            )
+            d_tiles = jnp.einsum(f"nkd,nksv->n{head.axes}", hidden, d_logits)
+            mesh = jax.typeof(kernel).sharding.mesh
+            d_tile = axes.ring_sum(d_tiles, head.spec(axes.SHARDS), mesh)
+            return (d_hidden_SND, head.add(d_kernel, d_tile, index)), None
         # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits. It multiplies
         # bfloat16 as matrices alone: a product of three axes is unimplemented there.
         d_tile_DM = dot("nd,nm->dm", hidden_ND, d_logits_NSW.reshape(len(hidden_ND), -1))

@@ -14,7 +14,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
+PRODUCT = "product"  # of a layer with copies of its kernel
 LAYERS = {  # PEFT's name of a target → our layer within a block
     "q_proj": "query",
     "k_proj": "key",
@@ -65,11 +67,19 @@ class AdaptedLinear(nnx.Linear):
         self.lora_b = Adapter(jnp.zeros((rank, self.out_features), jnp.float32))
 
     def __call__(self, x):
-        y = super().__call__(x)
+        y = self._of_copies(x) if self.kernel[...].ndim == 3 else super().__call__(x)
         if self.lora_a is None:
             return y
         a, b = (kernel[...].astype(self.dtype) for kernel in (self.lora_a, self.lora_b))
         return y + self.lora_scale * ((x.astype(self.dtype) @ a) @ b)
+
+    def _of_copies(self, x_ND):
+        """With a copy of the kernel for each device, of `axes.copies`, which multiplies its tokens."""
+        kernel = self.kernel[...]
+        parts = x_ND.astype(self.dtype).reshape(len(kernel), -1, x_ND.shape[-1])
+        y = checkpoint_name(jnp.einsum("nkd,ndf->nkf", parts, kernel), PRODUCT)
+        y = y.reshape(len(x_ND), -1)
+        return y if self.bias is None else y + self.bias[...].astype(self.dtype)[None]
 
 
 def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:

@@ -89,6 +89,9 @@ class ModelConfig:
     # layers with an MLP of mlp_dim among those with experts; as all are stacked, they hold idle experts
     dense_layers: tuple[int, ...] = ()
     lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
+    ring_sums: bool = (
+        False  # gradients of matrices are summed by `axes.ring_sum`, where devices divide them
+    )
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -124,6 +127,10 @@ class ModelConfig:
         mlps = {"gate_proj", "up_proj", "down_proj"}
         if self.num_experts and self.lora and (odd := mlps & {*self.lora.targets}):
             raise ValueError(f"adapters of experts are unsupported: lora.targets has {sorted(odd)}")
+
+    def divided_by_rings(self, kernel: jax.Array) -> bool:
+        """Whether `axes.ring_sum` sums the gradient of a kernel."""
+        return self.ring_sums and axes.size(kernel, *axes.SHARDS) > 1
 
     @property
     def expert_layers(self) -> list[int]:
@@ -216,6 +223,7 @@ class Transformer(nnx.Module):
         policies = jax.checkpoint_policies
         again, has_experts = self.config.remat, bool(self.config.num_experts)
         names = [attention.ATTENDED, *([PROJECTED] if again == "attention" else [])]
+        names += [] if again else [adapters.PRODUCT]
         names += has_experts * ([experts.USED] if again else [experts.USED, experts.MULTIPLIED])
         attended = policies.save_only_these_names(*names)
         kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
@@ -410,8 +418,12 @@ class Transformer(nnx.Module):
 
     def _gathered(self, path, param):
         dtype = "float32" if path[-1] == "router_kernel" else self.config.dtype
-        value = axes.gathered(param[...], axes.of_layer(".".join(path)), dtype)
-        return param.replace(value)
+        in_copies = path[-1] == "kernel" and self.config.divided_by_rings(param[...])
+        arguments = param[...], axes.of_layer(".".join(path)), dtype
+        if not in_copies:
+            return param.replace(axes.gathered(*arguments))
+        # So both axes of a torus carry about as much.
+        return param.replace(axes.copies(*arguments, path[0] not in ("gate", "down")))
 
     def _embed(self, tokens_BT):
         # Each device looks all rows up in its part of the table. Their parts are exchanged then, not the table's.
@@ -560,8 +572,8 @@ class Block(nnx.Module):
         """
         B, T, _ = x_BTD.shape
         attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
-        attended_ND = _kept(self.output(attended_ND))
-        x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, attended_ND)
+        x_ND = axes.on_one_axis(x_BTD)
+        x_ND += _normed(self.attention_post_norm, _kept(self.output(attended_ND)))
         y_ND, routing = self.mlp_norm(x_ND), None
         if not self.config.num_experts:
             y_ND = self._mlp(y_ND)
