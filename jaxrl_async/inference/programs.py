@@ -52,9 +52,7 @@ class Prompts(NamedTuple):
 
     tokens: np.ndarray  # int32 [R, width]
     lengths: np.ndarray  # int32 [R]
-    starts: (
-        np.ndarray
-    )  # int32 [R], positions of the first tokens; before them the slot holds the row
+    starts: np.ndarray  # int32 [R], positions of the first tokens; the slot holds those before
     slots: np.ndarray  # int32 [R]
     num_rows: np.ndarray  # int32 [], in use
 

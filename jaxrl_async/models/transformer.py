@@ -74,9 +74,8 @@ class ModelConfig:
     attention_bias: bool  # biases on q, k and v (Qwen2)
     tied_embeddings: bool  # logits use the embedding table
     dtype: str  # compute dtype: "float32" | "bfloat16"
-    remat: (
-        bool | str
-    )  # recompute each layer in the backward pass: "full" (True), or without PROJECTED: "attention"
+    # Recompute each layer in the backward pass: "full" (True), or without PROJECTED: "attention".
+    remat: bool | str
     family: str = "llama"  # a name in families.FAMILIES
     # of each layer: how many tokens one sees, itself included, 0 for all; (): no layer has a window
     windows: tuple[int, ...] = ()
@@ -89,9 +88,8 @@ class ModelConfig:
     # layers with an MLP of mlp_dim among those with experts; as all are stacked, they hold idle experts
     dense_layers: tuple[int, ...] = ()
     lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
-    ring_sums: bool = (
-        False  # gradients of matrices are summed by `axes.ring_sum`, where devices divide them
-    )
+    # Gradients of matrices are summed by `axes.ring_sum`, where devices divide them.
+    ring_sums: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
