@@ -370,7 +370,7 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         "dg": "DG",
         "topr": "TOPR",
     }
-    for age in (4, 16):
+    for age in (1, 4, 16):
         here = {
             r["method"]: r["accuracy"]
             for r in found["table"]
