@@ -490,9 +490,10 @@ def _of_experts(s: Settings) -> Iterator[str]:
             f"{num} with {model.family!r}"
         )
     if not num:
-        needed = {"learner.expert": s.learner.expert > 1}
-        needed["learner.replay_routes"] = s.learner.replay_routes == "on"
-        yield from (f"{_is(s, key)} needs a model with experts" for key in needed if needed[key])
+        if s.learner.expert > 1:
+            yield f"{_is(s, 'learner.expert')} needs a model with experts"
+        if s.learner.replay_routes == "on":
+            yield f"{_is(s, 'learner.replay_routes')} needs a model with experts"
         return
     if not 1 <= model.experts_per_token <= num:
         yield f"model.experts_per_token must be in [1, {num}], the experts of a layer, got {model.experts_per_token}"

@@ -169,8 +169,9 @@ class Keeper:
         server = self.server
         server.num_failures += 1
         if not isinstance(error, ServerError):
-            what = (target.name, server.address)
-            log.error("a push of version %s to %s failed", *what, exc_info=error)
+            log.error(
+                "a push of version %s to %s failed", target.name, server.address, exc_info=error
+            )
         server.reason = str(error) or type(error).__name__
         if is_ours := is_out_of_files(error):
             log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)

@@ -219,8 +219,7 @@ class Publisher(Course):
     async def _push(self, request: "_Request") -> None:
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
-        files = await asyncio.to_thread(request.write)
-        num_bytes = await asyncio.to_thread(getattr, files, "total_bytes")
+        files, num_bytes = await asyncio.to_thread(_write, request.write)
         is_served = any(s.state == HEALTHY and not s.reserved for s in self._servers)
         if self._evaluating is not None and not is_served:
             self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
@@ -465,6 +464,11 @@ class _Request:
     run_epoch: int
     write: Callable[[], Version]
     resume_point: ResumePoint | None
+
+
+def _write(write: Callable[[], Version]) -> tuple[Version, int]:
+    written = write()
+    return written, written.total_bytes
 
 
 CHECK_SECS = 0.5  # between two calls of should_stop during a wait

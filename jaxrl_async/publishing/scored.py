@@ -57,8 +57,9 @@ class ScoredPrompts:
         found = np.array(await asyncio.gather(*calls))  # [K, 2]: token, log-prob
         expected = table[np.arange(len(table)), found[:, 0].astype(int)]
         error = float(np.abs(found[:, 1] - expected).mean())
-        what = (address, name, len(table), error)
-        log.info("%s: version %s, %d scored prompts, %.3g nats off", *what)
+        log.info(
+            "%s: version %s, %d scored prompts, %.3g nats off", address, name, len(table), error
+        )
         # Written so that NaN fails it too.
         if not error <= self.max_error:
             raise UnfitServerError(

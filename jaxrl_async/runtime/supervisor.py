@@ -137,9 +137,17 @@ def run(
             flags += [f"--config.monitoring.address={monitoring.nth(page, names.index(name))}"]
         return _start(name, workdir, addresses + flags, devices)
 
-    what = (names, len(learners), settings, workdir, queue_address, start)
     return supervise(
-        *what, resume=resume, fallback=fallback, on_step=on_step, stop_requested=stop_requested
+        names,
+        len(learners),
+        settings,
+        workdir,
+        queue_address,
+        start,
+        resume=resume,
+        fallback=fallback,
+        on_step=on_step,
+        stop_requested=stop_requested,
     )
 
 
@@ -166,8 +174,17 @@ def supervise(
     try:
         for name in names:
             roles.append(start(name, resume, fallback))
-        what = (roles, num_learners, settings, workdir, queue_address, start)
-        done = _watch(*what, on_step, stop_requested, change)
+        done = _watch(
+            roles,
+            num_learners,
+            settings,
+            workdir,
+            queue_address,
+            start,
+            on_step,
+            stop_requested,
+            change,
+        )
         end = "done" if done else "left"
         return done
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a second SIGTERM.
@@ -368,9 +385,15 @@ def _start(name: str, workdir, flags, devices) -> Role:
     log.parent.mkdir(exist_ok=True)
     environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}
     with open(log, "a") as out:
-        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
         # A session of its own: Ctrl-C reaches the supervisor, which ends the roles in order.
-        process = subprocess.Popen(command, **files, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
     return Role(name, process, log)
 
 

@@ -284,11 +284,11 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
 def refusable(workdir: pathlib.Path) -> Iterator[None]:
     """After `write_config`: where a start fails before it trains a step, the config.json from before comes back."""
     before, rows = workdir / BEFORE, workdir / "metrics.jsonl"
-    found = rows.exists() and rows.stat().st_size
+    size = rows.stat().st_size if rows.exists() else 0
     try:
         yield
     except Exception:
-        if before.exists() and found == (rows.exists() and rows.stat().st_size):
+        if before.exists() and size == (rows.stat().st_size if rows.exists() else 0):
             before.replace(workdir / "config.json")
         raise
     finally:

@@ -68,8 +68,9 @@ class Compared(HttpKind):
         It raises ServerError where the server holds other weights; else these get the version's name.
         """
         settings = await self.settings_of(push)
-        call = {"timeout_secs": push.left()}
-        expected = await checksums.expect(self.address, push.stored, settings, **call)
+        expected = await checksums.expect(
+            self.address, push.stored, settings, timeout_secs=push.left()
+        )
         part, asked = expected, {}
         if not push.compares_all and self.digests_parts(settings):
             part = checksums.part_of(expected, push.files.version)

@@ -203,8 +203,12 @@ class Sglang(SglangApi, Compared):
         """
         if (told := await super().vocab_size(timeout_secs=timeout_secs)) is not None:
             return told
-        sampling = {"max_new_tokens": 1, "json_schema": "{}", "regex": "."}
-        sampling |= {"logit_bias": {str(_NO_TOKEN): 0.0}}
+        sampling = {
+            "max_new_tokens": 1,
+            "logit_bias": {str(_NO_TOKEN): 0.0},
+            "json_schema": "{}",
+            "regex": ".",
+        }
         payload = {"rid": f"preflight-{uuid.uuid4().hex}", "input_ids": [0]}
         payload |= {"sampling_params": sampling, "stream": False}
         last = await self.named_in_refusal("/generate", payload, _BIAS_REFUSAL, timeout_secs)

@@ -78,8 +78,9 @@ class SglangApi(HttpKind):
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
         """As of `port.Kind`; "abort" ends the requests that run."""
         headers = protocol.lease_headers(lease_secs)
-        how = {"is_short": True, "headers": headers}
-        await self.post(protocol.PAUSE, {"mode": mode}, timeout_secs, **how)
+        await self.post(
+            protocol.PAUSE, {"mode": mode}, timeout_secs, is_short=True, headers=headers
+        )
 
     async def continue_(self, *, timeout_secs: float) -> None:
         """Ends a pause."""
@@ -204,8 +205,11 @@ class SglangApi(HttpKind):
 
 
 def _body(request: port.Request) -> dict[str, Any]:
-    body = {"rid": request.rid, "input_ids": request.input_ids}
-    body |= {"sampling_params": request.sampling_params}
+    body = {
+        "rid": request.rid,
+        "input_ids": request.input_ids,
+        "sampling_params": request.sampling_params,
+    }
     return body | ({"return_routed_experts": True} if request.record.num_layers else {})
 
 
