@@ -230,9 +230,11 @@ def package(
     chips = {"": "jax"}.get(kind, "jax[tpu]" if TPU.fullmatch(kind) else "jax[cuda13]")
     lines = [line for line in wanted if "extra ==" not in line]
     (asked.parent / "requirements.txt").write_text("\n".join([*lines, chips, ""]))
-    whole_package = [pathlib.Path(survey.ROOT)] * whole
-    files = (*include, *whole_package, asked.parent / "requirements.txt")
-    return {path.name: path for path in files} | {"asked.json": asked, "run/keys": keys}
+    paths = {path.name: path for path in include}
+    root = pathlib.Path(survey.ROOT)
+    paths |= {root.name: root} if whole else {}
+    paths["requirements.txt"] = asked.parent / "requirements.txt"
+    return {**paths, "asked.json": asked, "run/keys": keys}
 
 
 def tar(paths: Mapping[str, pathlib.Path]) -> bytes:
@@ -412,11 +414,15 @@ def run(
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
-        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-        pipes |= {"stderr": subprocess.STDOUT, "start_new_session": True}
-        process = _Process(words, **pipes)
-        about = (process.stdout, log, f"{role.host.name} {name}: ")
-        follow = threading.Thread(target=_follow, args=about, daemon=True)
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
+        process = _Process(words, **pipes, start_new_session=True)
+        follow = threading.Thread(
+            target=_follow, args=(process.stdout, log, f"{role.host.name} {name}: "), daemon=True
+        )
         follow.start()
         threads.append(follow)
         processes[name] = process

@@ -186,10 +186,12 @@ class QueueService:
             self._run_epoch = recovered.run_epoch
             self._completion_tokens = recovered.completion_tokens
             self._set_servers(tuple(ServerRecord(*record) for record in recovered.servers))
-            here = (len(self._groups), admission.running)
             log.info(
                 "recovered from the journal: step %d, version %s, %d groups, %d permits out",
-                *(admission.leases.committed_step, admission.v_pub, *here),
+                admission.leases.committed_step,
+                admission.v_pub,
+                len(self._groups),
+                admission.running,
             )
 
     @property
@@ -266,8 +268,13 @@ class QueueService:
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
-        bounds = {"group_size": self.group_size, "vocab_size": self.vocab_size}
-        wire.check_message(request, **bounds, max_tokens=self.max_tokens, record=self.record)
+        wire.check_message(
+            request,
+            group_size=self.group_size,
+            vocab_size=self.vocab_size,
+            max_tokens=self.max_tokens,
+            record=self.record,
+        )
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
         oldest, newest = wire.versions_of(request)

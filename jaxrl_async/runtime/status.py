@@ -59,8 +59,11 @@ def end_of(workdir: str | pathlib.Path) -> str | None:
 def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
     """The value under the keys in a JSON file of the workdir; None where it is missing or, which is said, damaged."""
     path = pathlib.Path(workdir) / name
-    remedy = "delete it; a run that goes on is found by --queue"
-    remedy = sealed.CONFIG_REMEDY if name == CONFIG_FILE else remedy
+    remedy = (
+        sealed.CONFIG_REMEDY
+        if name == CONFIG_FILE
+        else "delete it; a run that goes on is found by --queue"
+    )
     try:
         found = sealed.read(path, remedy=remedy) if path.exists() else {}
         for key in keys:
