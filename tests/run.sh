@@ -54,9 +54,9 @@ PYTHON="$venv/bin/python" tests/real/compilers.sh install "$venv/compilers" ||
 "$venv/bin/ruff" format --check --quiet .
 # Files of tests side by side, one more than two cores carry: many tests wait. tests/conftest.py has their order.
 processes=${JAXRL_TEST_PROCESSES:-3}
-files=0
-for word; do [ ! -f "${word%%::*}" ] || files=$((files + 1)); done
-[ "$files" != 1 ] || processes=0
+paths=()
+for word; do [ ! -e "${word%%::*}" ] || paths+=("${word%%::*}"); done
+[ "${#paths[@]}" != 1 ] || [ ! -f "${paths[0]}" ] || processes=0
 options=(--numprocesses="$processes" --dist=loadfile --no-loadscope-reorder)
 options+=(--max-worker-restart=0) # xdist would give a test that ended its process to the next one, again and again.
 case " $* " in *" --long "*) options+=(-o faulthandler_timeout=3600) ;; esac
