@@ -35,13 +35,8 @@ from jaxrl_async.sealed import DamagedError
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one")
 PARENT_POLL_SECS = 1.0  # poll interval
-CHATTY = (
-    "absl",
-    "jax",
-    "tensorboardX",
-    "fsspec",
-    "gcsfs",
-)  # They log every file and every missing backend.
+# They log every file and every missing backend.
+CHATTY = ("absl", "jax", "tensorboardX", "fsspec", "gcsfs")
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
 
@@ -165,9 +160,10 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     words += [f"--config.queue.address={values.config.queue.address}"]
     words += [f"--config.server.addresses={values.config.server.addresses!r}"]
     rewards = values.config.rollout.reward_addresses
-    words += [f"--config.rollout.reward_addresses={rewards!r}"] * bool(rewards)
-    words += [f"--coordinator={values.coordinator}"] * bool(values.coordinator)
-    words += [f"--{name}" for name in ("resume", "fallback") if values[name].value]
+    words += [f"--config.rollout.reward_addresses={rewards!r}"] if rewards else []
+    words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
+    words += ["--resume"] if values.resume else []
+    words += ["--fallback"] if values.fallback else []
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 

@@ -132,8 +132,12 @@ class InferenceClient:
 
         From now on the short calls of a push use their connections, where one is open and free.
         """
-        own: dict[str, Any] = {"api_key": self.api_key, "tls": self._tls}
-        self._probes = Probes(route_of=lambda at: self._server(at).INFO, **own, **options)
+        self._probes = Probes(
+            route_of=lambda address: self._server(address).INFO,
+            api_key=self.api_key,
+            tls=self._tls,
+            **options,
+        )
         return self._probes
 
     def _server(self, address: str) -> Any:

@@ -36,6 +36,10 @@ class _Fault:
     prompts: set[int]  # that it failed
     on_trial: bool = False
 
+    def is_of(self, record: ServerRecord) -> bool:
+        then = self.record
+        return then is not None and (then.state, then.version) == (record.state, record.version)
+
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Fleet:
@@ -79,12 +83,7 @@ class Fleet:
         for address, fault in tuple(self._faults.items()):
             if (record := self._records.get(address)) is None:
                 del self._faults[address]
-            then = fault.record
-            if (
-                not record
-                or not then
-                or (record.state, record.version) != (then.state, then.version)
-            ):
+            if not record or not fault.is_of(record):
                 fault.record = record
                 self._suspect_until.pop(address, None)
         self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]

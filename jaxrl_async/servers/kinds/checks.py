@@ -45,8 +45,9 @@ class Checks:
             await continue_(**self.left())
         except ServerError as error:
             if error.status in (401, 403):
-                names = ("server.admin_api_key_env", "--admin-api-key")
-                raise wrong_key(error, self.expected, *names) from error
+                raise wrong_key(
+                    error, self.expected, "server.admin_api_key_env", "--admin-api-key"
+                ) from error
             if error.status in (404, 405):
                 reason = "it has no control routes: SGLang 0.5.23 is tested"
                 raise self.unfit(error.route, reason) from error
@@ -168,8 +169,16 @@ def read_json(directory: Any) -> Mapping[str, Any]:
 
 # Of config.json: the sizes of the tensors.
 _SHAPE = (
-    *("vocab_size", "num_hidden_layers", "hidden_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
-    *("tie_word_embeddings", "num_experts", "num_local_experts", "num_experts_per_tok"),
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "tie_word_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
     "moe_intermediate_size",
 )
