@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-import sys
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -41,9 +40,6 @@ from jaxrl_async.versions.memory import MemoryStore
 LEARNER, ENGINES = "time/device_wait_secs", "rollout/device_wait_secs"
 START_SECS = 60.0  # bound on the start of the queue, its journal included
 STOP_SECS = 5.0  # bound on the end of queue and workers
-# The longest that one thread's Python keeps the others'. A push goes through a dozen changes of threads while the
-# learner writes its metrics; at Python's own 5 ms each of them may wait as long.
-SWITCH_SECS = 0.0005
 
 
 def run(settings: Settings, workdir: pathlib.Path, **how: Any) -> bool:
@@ -53,7 +49,6 @@ def run(settings: Settings, workdir: pathlib.Path, **how: Any) -> bool:
       Exception: the first failure of a role, whichever it was.
     """
     learner.set_flags(settings)
-    sys.setswitchinterval(SWITCH_SECS)
     names = tuple(f"engine-{i}" for i in range(settings.server.num_started))
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)
