@@ -150,9 +150,10 @@ class Push:
 
 
 def write_difference(stored: StoredVersion, base: str) -> pathlib.Path | None:
-    """Writes the difference of a version from one beside it in its store, whose digest `base` is; returns its file.
+    """Writes the difference of a version from one beside it in its store, whose digest `base` is.
 
-    None where the store has no such base, or the full version is the better way.
+    Returns:
+      its file; None where the store has no such base, or the full version is the better way.
     """
     version = pathlib.Path(stored)
     for other in sorted(version.parent.iterdir(), reverse=True):

@@ -176,7 +176,12 @@ class LearnerQueue:
     """The learner's side, a `GroupSource`: a context manager of blocking calls."""
 
     def __init__(self, calls: BlockingCalls, share: Share = WHOLE):
-        """`calls` are not opened yet; only the groups of `share`, this learner process's, come with their tokens."""
+        """Of one process of the learner.
+
+        Args:
+          calls: not opened yet.
+          share: the groups of this process; only these come with their tokens.
+        """
         self._calls, self._share = calls, share
         self._generation = 0  # of this learner, by `begin`
 
