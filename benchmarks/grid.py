@@ -56,20 +56,23 @@ def arguments(description: str, *, name: str) -> argparse.ArgumentParser:
     return parser
 
 
-def settings_with(overrides: Mapping[str, Any], *, arg: str = "mode=sync") -> Settings:
-    """configs/quickstart.py:arg with some of its keys changed: {"block.field": value}.
+def settings_with(
+    overrides: Mapping[str, Any], *, arg: str = "mode=sync", name: str = "quickstart"
+) -> Settings:
+    """configs/{name}.py:arg with some of its keys changed: {"block.field": value}.
 
     Raises:
       KeyError: no such key.
     """
-    config = load_config(f"{ROOT}/configs/quickstart.py:{arg}").unlock()
+    path = f"configs/{name}.py"
+    config = load_config(f"{ROOT}/{path}:{arg}").unlock()
     for key, value in overrides.items():
         block, _, field = key.rpartition(".")
         node = config
         for part in filter(None, block.split(".")):
             node = node[part]
         if field not in node:
-            raise KeyError(f"configs/quickstart.py has no {key}")
+            raise KeyError(f"{path} has no {key}")
         with node.ignore_type():
             node[field] = value
     return settings_of(ml_collections.ConfigDict(config))

@@ -619,7 +619,7 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     gained: from version 0, of the same seeds; over: the difference to each other method.
     """
-    cells = _by_cell(rows)
+    cells = cells_of(rows)
     table = []
     for (task, method, age), seeds in cells.items():
         others = {
@@ -635,7 +635,7 @@ def tabulate(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return table
 
 
-def _by_cell(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
+def cells_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, int], list[dict[str, Any]]]:
     cells = collections.defaultdict(list)
     for row in rows:
         cells[row["task"], row["method"], row["staleness"]].append(row)
@@ -679,7 +679,7 @@ def _cell_of(row: dict[str, Any]) -> tuple[str, str, int, float]:
 
 def complexity(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sequence error by tokens to reverse, age and method; dg_less: DG's error less that of the method."""
-    cells, found = _by_cell([row for row in rows if row["task"].startswith("reversal_")]), []
+    cells, found = cells_of([row for row in rows if row["task"].startswith("reversal_")]), []
     for (task, method, age), seeds in cells.items():
         found.append({"num_tokens": int(task.removeprefix("reversal_")), "method": method})
         found[-1] |= {"staleness": age}

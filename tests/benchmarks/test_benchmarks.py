@@ -12,6 +12,7 @@ import distillation
 import grid
 import pytest
 import staleness
+import which_loss_smollm2
 from in_process import Laboratory
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -173,6 +174,35 @@ def test_each_method_is_compared_at_its_best_rate(tmp_path, monkeypatch, capsys)
     assert cell["accuracy"]["seeds"] == 2 and {r["rate"] for r in result["runs"][2:]} == {
         cell["rate"]
     }
+
+
+@pytest.mark.long
+def test_two_losses_are_compared_on_the_language_models_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(which_loss_smollm2, "RATES", (1e-5, 1e-3))
+    monkeypatch.setattr(which_loss_smollm2, "SEEDS", (0,))
+    argv = ["--smoke", f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    which_loss_smollm2.main([*argv, "--only=method=topr"])
+    which_loss_smollm2.main(argv)
+    assert "4 chosen, 2 to do" in capsys.readouterr().out  # A-3PO's; TOPR's have ended
+    result = json.loads((tmp_path / "which_loss_smollm2.json").read_text("utf-8"))
+    assert [row["method"] for row in result["table"]] == ["a3po", "topr"]
+    assert all([step for step, _ in row["curve"]] == [0, 1, 2] for row in result["runs"])
+    assert {row["staleness_mean"] for row in result["runs"]} == {0.5}  # η = 1, steps 1 and 2
+
+
+def test_the_language_models_losses_are_compared_seed_by_seed():
+    def run(method, seed, score, reward):
+        row = {"task": "word_sums", "method": method, "staleness": 4, "seed": seed, "rate": 1e-5}
+        return row | {"curve": [[0, 0.1], [40, score]], "rewards": [0.0] * 35 + [reward] * 5}
+
+    rows = [run("a3po", 0, 0.5, 0.3), run("a3po", 1, 0.7, 0.5)]
+    rows += [run("topr", 0, 0.4, 0.2), run("topr", 1, 0.2, 0.1) | {"stopped": "step 3"}]
+    ours, theirs = which_loss_smollm2.tabulate(rows)
+    assert ours["score"]["mean"] == pytest.approx(0.6)
+    assert ours["reward"]["mean"] == pytest.approx(0.4)
+    assert ours["over"]["mean"] == pytest.approx(0.4)  # .1, and .7 over a run that stopped
+    assert theirs["stopped"] == 1 and theirs["score"]["mean"] == pytest.approx(0.2)  # .4 and 0
+    assert theirs["reward"] == {"mean": pytest.approx(0.2), "half_width": 0.0, "seeds": 1}
 
 
 @pytest.mark.long
