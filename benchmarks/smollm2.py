@@ -10,6 +10,7 @@ goes into benchmarks/results/smollm2.json (or --out=DIR) as its run ends, in pla
 import argparse
 import json
 import pathlib
+import resource
 import tempfile
 import time
 
@@ -44,12 +45,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(arg: str) -> dict:
-    """Trains and evaluates once; scores by step, seconds, and the medians of the steps."""
+    """Trains and evaluates once; scores by step, seconds, memory, and the medians of the steps."""
     with tempfile.TemporaryDirectory(prefix="jaxrl-smollm2-") as directory:
         workdir = pathlib.Path(directory, "run")
         start = time.monotonic()
         jaxrl("train", f"--config=configs/smollm2.py:{arg}", f"--workdir={workdir}")
         train_secs = time.monotonic() - start
+        # Of the largest process, of the seeds before too.
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         jaxrl("evaluate", f"--workdir={workdir}", "--steps=0,last")
         rows = json.loads((workdir / "evaluation.json").read_text("utf-8"))
         steps = read_metrics(workdir)
@@ -64,6 +67,7 @@ def run(arg: str) -> dict:
         "after": {k: v for k, v in rows[-1].items() if k in scores},
         "num_steps": len(steps),
         "train_secs": train_secs,
+        "peak_memory_bytes": memory,
         "step_secs": median("time/step_secs"),
         "trained_tokens_per_sec": median("learner/tokens_per_sec"),
         "sampled_tokens_per_sec": median("rollout/tokens_per_sec"),

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxrl_async.inference import sampling
 from jaxrl_async.models import attention, experts, gpu_decode, transformer
+from jaxrl_async.models.state import mapped
 
 _MIN_BUCKET = 16
 # Tokens of a row that a prefill computes at a time, where it goes on from those before. On other platforms no kernel
@@ -305,7 +306,7 @@ def weights_like(config: transformer.ModelConfig, device: jax.Device | None = No
         dtype = param.dtype if kept else jnp.dtype(config.dtype)
         return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
 
-    return nnx.map_state(on_device, transformer.abstract_params(config))
+    return mapped(on_device, transformer.abstract_params(config))
 
 
 def empty_slots(num_slots: int, max_kept: int = 0) -> Slots:

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 
 from jaxrl_async.learner.optimizer import map_state
+from jaxrl_async.models.state import mapped
 
 WHOLE = slice(None)
 _NOTHING = slice(0, 0)
@@ -59,7 +60,7 @@ class Blocks:
             own = block == (0 if path[0] == "embedding" else self.num - 1)
             return param.replace(WHOLE if own else _NOTHING)
 
-        return nnx.map_state(of, params)
+        return mapped(of, params)
 
     def num_own(self, updates: jax.Array) -> jax.Array:
         """The updates that the next update's block has had before, int32 []: the count of Adam's bias correction."""

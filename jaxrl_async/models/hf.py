@@ -18,6 +18,7 @@ import safetensors
 from flax import nnx
 
 from jaxrl_async.models import families, lora, transformer
+from jaxrl_async.models.state import by_path, mapped
 
 _REQUIRED = (  # of config.json
     "model_type",
@@ -213,7 +214,7 @@ def from_tensors(
         whole = np.stack(parts) if _is_stacked(path) else np.array(parts[0])
         return param.replace(whole.reshape(param.shape))
 
-    return nnx.map_state(read, abstract)
+    return mapped(read, abstract)
 
 
 def load(
@@ -232,7 +233,7 @@ def load(
     """
     abstract = _abstract(config, adapters=False)
     _check(tensors, abstract, config)
-    sharding_of = dict(nnx.to_flat_state(shardings))
+    sharding_of = by_path(shardings)
 
     def read(path, param):
         sharding, name = sharding_of[path].get_value(), ".".join(path)
@@ -255,7 +256,7 @@ def load(
             whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
         return param.replace(whole)
 
-    return nnx.map_state(read, abstract)
+    return mapped(read, abstract)
 
 
 def check_files(directory, config: transformer.ModelConfig) -> None:
@@ -438,7 +439,7 @@ def _key_of(field):
 def _pieces(params, config):
     """(layer, parameter, tensor, array); the embedding has layer 0, final norm and head the layer after the last."""
     names = _names(config)
-    ours = {".".join(path): param.get_value() for path, param in nnx.to_flat_state(params)}
+    ours = {".".join(path): param.get_value() for path, param in by_path(params).items()}
     stacked = [name for name in names if name in ours and "{}" in names[name]]
     if "embedding" in ours:
         yield 0, "embedding", names["embedding"], ours["embedding"]
@@ -528,7 +529,7 @@ def _tensors_of(path, param, config):
 def _check(tensors, abstract, config):
     """Refuses other names and shapes than those of parameters."""
     expected = {}
-    for path, param in nnx.to_flat_state(abstract):
+    for path, param in by_path(abstract).items():
         for tensor_name, shape in _tensors_of(path, param, config):
             expected[tensor_name] = shape[::-1] if _is_transposed(path[-1]) else shape
     expected.pop("", None)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxrl_async.models.state import by_path, mapped, of_paths
+
 PRODUCT = "product"  # of a layer with copies of its kernel
 LAYERS = {  # PEFT's name of a target → our layer within a block
     "q_proj": "query",
@@ -84,12 +86,14 @@ class AdaptedLinear(nnx.Linear):
 
 def split(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     """Parameters → (adapters, the frozen rest)."""
-    return nnx.split_state(params, Adapter, ...)
+    found = by_path(params)
+    adapters = {path: leaf for path, leaf in found.items() if isinstance(leaf, Adapter)}
+    return of_paths(adapters), of_paths({p: v for p, v in found.items() if p not in adapters})
 
 
 def join(adapters: nnx.State, base: nnx.State) -> nnx.State:
     """The inverse of `split`, by reference."""
-    return nnx.merge_state(base, adapters)
+    return of_paths(by_path(base) | by_path(adapters))
 
 
 def merged(params: nnx.State, lora: LoRA) -> nnx.State:
@@ -99,7 +103,7 @@ def merged(params: nnx.State, lora: LoRA) -> nnx.State:
       params: base and adapters, layers stacked; on the host or on devices.
     """
     adapters, base = split(params)
-    of = {path: leaf.get_value() for path, leaf in nnx.to_flat_state(adapters)}
+    of = {path: leaf.get_value() for path, leaf in by_path(adapters).items()}
 
     def merge(path, param):
         own = tuple(path[:-1])
@@ -110,4 +114,4 @@ def merged(params: nnx.State, lora: LoRA) -> nnx.State:
         )
         return param.replace(param.get_value().astype(jnp.float32) + lora.scale * product)
 
-    return nnx.map_state(merge, base)
+    return mapped(merge, base)

@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_async.models import axes, lora, transformer
+from jaxrl_async.models.state import mapped
 
 
 def make_mesh(
@@ -69,7 +70,7 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
     Raises:
       ValueError: a dimension is not a multiple of its mesh axis.
     """
-    return nnx.map_state(
+    return mapped(
         lambda path, param: param.replace(_param_sharding(mesh, path, param.shape)), params
     )
 

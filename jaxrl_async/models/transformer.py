@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_async.models import attention, axes, experts
 from jaxrl_async.models import lora as adapters
 from jaxrl_async.models.families import FAMILIES
+from jaxrl_async.models.state import mapped
 
 # The last part of the path of parameters that are not cast to compute.
 IN_FLOAT32 = ("scale", "router_kernel")
@@ -203,7 +204,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD, own):
             block, window, of_experts = own
-            block = nnx.map_state(self._gathered, block)
+            block = mapped(self._gathered, block)
             of_tokens = given and given._replace(**of_experts)
             x_BTD, _, routing = nnx.merge(graphdef, block)(
                 x_BTD, *of_layer(window), attend, of_tokens
@@ -628,7 +629,7 @@ def _abstract(config):
         dtype = param.dtype if kept else jnp.dtype(config.lora.base_dtype)
         return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
 
-    return graphdef, nnx.map_state(stored, params)
+    return graphdef, mapped(stored, params)
 
 
 def _stretch(frequency, scaling, theta):
