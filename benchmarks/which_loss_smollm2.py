@@ -30,7 +30,7 @@ CHOOSING_SEEDS, SEEDS = (100,), (0, 1, 2)
 BASE = {key: value for key, value in staleness.BASE.items() if key.startswith("loss.")} | {
     "learner.num_steps": 40,
     "learner.groups_per_step": 4,
-    "checkpoint.every_steps": 20,
+    "checkpoint.every_steps": 40,
 }
 SMOKE = {"learner.num_steps": 2, "checkpoint.every_steps": 1}
 LAST = 5  # steps over which the mean reward at the end is taken
