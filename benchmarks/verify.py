@@ -74,7 +74,7 @@ MEASURES = {
     "servers": "servers publishing inference",
     "sessions": "rollout servers",
     "shared_prompts": "learner models",
-    "smollm2": "learner rollout inference models objectives",
+    "scores": "learner rollout inference models objectives",
     "distillation": "objectives learner",
     "staleness": "objectives learner",
     "staleness_ess": "objectives learner",
@@ -195,12 +195,14 @@ def _learning() -> Iterator[tuple[str, str, str]]:
             if row[k]:
                 low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
                 yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
-    found = result("smollm2")
+    found = result("scores")
     for row in found["rows"]:
         for scores in (row["before"], row["after"]):
-            yield "smollm2", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
-    mean = "{mean:.3f} ± {half_width:.3f}".format(**found["pass@1"])
-    yield "smollm2", PAGE, f"pass@1 at step 60 is {mean}"
+            yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    mean = "{mean:.3f} ± {half_width:.3f}".format(
+        **found["over_seeds"]["smollm2"]["after"]["pass@1"]
+    )
+    yield "scores", PAGE, f"pass@1 at step 60 is {mean}"
     table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
     for (blocks, step), row in table.items():
         if blocks == 2 and 0 < step <= 100:

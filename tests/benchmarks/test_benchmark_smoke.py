@@ -229,11 +229,11 @@ def check_overlap(result, directory):
     assert arms["sync, 4 blocks"]["wait_push"] > 0 == arms["async, 4 blocks"]["wait_push"]
 
 
-def check_smollm2(result, directory):
-    assert set(result["proof"]) == {"seed 3", "seed 4"}
-    rows = result["rows"]
-    assert [row["seed"] for row in rows] == [3, 4] and result["pass@1"]["seeds"] == 2
-    assert all(row["after"]["pass@1_low"] <= row["after"]["pass@1_high"] for row in rows)
+def check_scores(result, directory):
+    assert set(result["proof"]) == {"quickstart:mode=sync", "quickstart:seed=1,mode=sync"}
+    assert all(row["after"]["pass@1_low"] <= row["after"]["pass@1_high"] for row in result["rows"])
+    (found,) = result["over_seeds"].values()
+    assert found["before"]["greedy"]["seeds"] == found["after"]["pass@4"]["seeds"] == 2
 
 
 DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
@@ -298,7 +298,13 @@ LONG = pytest.mark.long
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         pytest.param("interrupt", [["--smoke"]], "interrupt", check_interrupt, marks=LONG),
         pytest.param("overlap", [["--smoke"]], "overlap", check_overlap, marks=LONG),
-        pytest.param("smollm2", [["--smoke", "--seeds=4,3"]], "smollm2", check_smollm2, marks=LONG),
+        pytest.param(
+            "scores",
+            [["--smoke", "quickstart:seed=1,mode=sync", "quickstart:mode=sync"]],
+            "scores",
+            check_scores,
+            marks=LONG,
+        ),
         ("journal", [["--smoke"]], "journal", check_journal),
         pytest.param("wire", [["--smoke"]], "wire", check_wire, marks=LONG),
         ("nonsense", [["--smoke"]], "nonsense", check_nonsense),

@@ -1,0 +1,120 @@
+"""Held-out scores, seconds and memory of whole runs of this repository's configs, by seed.
+
+    python benchmarks/scores.py quickstart:seed=21 smollm2:lora,seed=0 … [--set=task.args.directory=DIR …] [--smoke]
+
+A run is configs/NAME.py with its argument, trained and scored as the launch scripts do: `train`, then `evaluate`, in
+this environment; a checkpoint lies where the config has it. Before and after, the rate of 4096³ matmuls is measured,
+beside which the seconds are to be read. A row goes into benchmarks/results/scores.json (or --out=DIR) as its run ends,
+in place of an earlier one of the same argument. "over_seeds": means of what differs in its seed alone.
+"""
+
+import argparse
+import collections
+import json
+import pathlib
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grid
+import learner
+import numpy as np
+import record
+from agents import WARM_STEPS, jaxrl
+
+from jaxrl_async.metrics import read_metrics
+
+SCORES = ("greedy", "pass@1", "pass@4")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="+", help="such as smollm2:lora,seed=0")
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the config")
+    parser.add_argument("--out", type=pathlib.Path, default=record.RESULTS)
+    parser.add_argument("--smoke", action="store_true", help="the config's few steps")
+    args = parser.parse_args(argv)
+    path, matmul = args.out / "scores.json", learner.make_matmul("float32")
+    for name in args.runs:
+        before = matmul()
+        row = {"run": name, "set": args.set} | train_and_score(
+            name + ",smoke" * args.smoke, args.set
+        )
+        row["matmul_flops_per_sec"] = [before, matmul()]
+        print(row, flush=True)
+        result = record.read(path)
+        rows = [one for one in result.get("rows", []) if _key(one) != _key(row)] + [row]
+        result["rows"] = sorted(rows, key=_key)
+        result["over_seeds"] = over_seeds(rows)
+        record.write(path, result, seeds=[seed_of(name)], part=name)
+
+
+def _key(row: dict[str, Any]) -> tuple[str, list[str]]:
+    return row["run"], row["set"]
+
+
+def seed_of(name: str) -> int:
+    """Of "config:lora,seed=0", 0 where the argument has none."""
+    words = dict(word.partition("=")[::2] for word in name.partition(":")[2].split(","))
+    return int(words.get("seed", 0))
+
+
+def train_and_score(name: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Scores before and after, seconds, memory, and the medians of the steps."""
+    config, _, arg = name.partition(":")
+    with tempfile.TemporaryDirectory(prefix="jaxrl-scores-") as directory:
+        workdir = pathlib.Path(directory, "run")
+        words = [f"--config=configs/{config}.py:{arg}", *(f"--config.{one}" for one in settings)]
+        start = time.monotonic()
+        jaxrl("train", *words, f"--workdir={workdir}")
+        train_secs = time.monotonic() - start
+        # Of the largest process, of the runs before too.
+        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        jaxrl("evaluate", f"--workdir={workdir}", "--steps=0,last")
+        rows = json.loads((workdir / "evaluation.json").read_text("utf-8"))
+        steps = read_metrics(workdir)
+    scores = {f"{k}{end}" for k in SCORES for end in ("", "_low", "_high")}
+
+    def median(name: str) -> float:
+        return float(np.median([row[name] for row in steps[WARM_STEPS:] or steps]))
+
+    rewards = np.array_split([row["reward/mean"] for row in steps], min(12, len(steps)))
+    return {
+        "before": {k: v for k, v in rows[0].items() if k in scores},
+        "after": {k: v for k, v in rows[-1].items() if k in scores},
+        "num_prompts": rows[0]["num_prompts"],
+        "num_steps": len(steps),
+        "train_secs": train_secs,
+        "peak_memory_bytes": memory,
+        "step_secs": median("time/step_secs"),
+        "trained_tokens_per_sec": median("learner/tokens_per_sec"),
+        "sampled_tokens_per_sec": median("rollout/tokens_per_sec"),
+        "staleness_mean": float(np.mean([row["staleness/mean"] for row in steps])),
+        "rewards": [float(part.mean()) for part in rewards],
+    }
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Run without its seed → score → mean over seeds, and half of its 95 % interval, before and after."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        config, _, arg = row["run"].partition(":")
+        words = ",".join(word for word in arg.split(",") if word and not word.startswith("seed="))
+        found[" ".join([config + ":" * bool(words) + words, *row["set"]])].append(row)
+    return {
+        name: {
+            end: {
+                k: grid.mean_and_interval(one[end][k] for one in same)
+                for k in SCORES
+                if k in same[0][end]
+            }
+            for end in ("before", "after")
+        }
+        for name, same in sorted(found.items())
+    }
+
+
+if __name__ == "__main__":
+    main()
