@@ -157,6 +157,8 @@ class _Grpc:
 
     def _check(self, error: grpc.RpcError, name: str, outage: _Outage, limit: float) -> None:
         """Raises the error of a call, unless it is tried again."""
+        # gRPC raises the call itself: its own frames would hold it, and groups with it, in a cycle.
+        error.with_traceback(None)
         if not outage.goes_on(error, limit):
             raise self._error(error, name, self.outage_secs) from error
 

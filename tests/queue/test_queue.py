@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import re
 import sys
 import time
+import weakref
 
 import grpc
 import numpy as np
@@ -295,6 +297,26 @@ async def test_should_stop_is_called_before_a_wait_and_not_where_there_is_none(m
         assert queue.waited == [2] and not lease.done()
         await queue.fill(4)
         assert indexes(await lease) == [[4, 5, 6, 7]]
+
+
+async def test_groups_that_a_lease_waited_for_do_not_wait_for_the_garbage_collector(monkeypatch):
+    monkeypatch.setattr(queue_client, "POLL_SECS", 0.1)
+    async with opened() as queue:
+        await queue.publish(0)
+        gc.collect()
+        gc.disable()
+        try:
+            lease = asyncio.create_task(queue.lease(1))
+            async with asyncio.timeout(HANG_SECS):
+                while len(queue.waited) < 3:  # Attempts have ended without groups.
+                    await asyncio.sleep(0.01)
+            await queue.fill(4)
+            found = [weakref.ref(g) for chunk in await lease for g in chunk.groups]
+            del lease
+            await queue.status()  # The thread that leased has another call's result.
+            assert len(found) == 4 and [of() for of in found if of() is not None] == []
+        finally:
+            gc.enable()
 
 
 async def test_a_lease_that_is_stopped_has_no_chunk_and_takes_none():
