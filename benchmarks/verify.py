@@ -9,6 +9,7 @@ docs/results.md. Exit code 1 where a page differs. Text around the numbers is no
 
 import argparse
 import collections
+import itertools
 import json
 import pathlib
 import re
@@ -196,9 +197,16 @@ def _learning() -> Iterator[tuple[str, str, str]]:
                 low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
                 yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
     found = result("scores")
-    for row in found["rows"]:
-        for scores in (row["before"], row["after"]):
-            yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    rows = {row["run"]: row for row in found["rows"]}
+    *_, last = large = [row for name, row in rows.items() if name.startswith("smollm2")]
+    for scores in (last["before"], *(row["after"] for row in large)):
+        yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    for seed in (21, 22, 23):
+        runs = [
+            rows[f"quickstart:{mode}seed={seed}"] for mode in ("", "mode=sync,", "mode=periodic,")
+        ]
+        cells = [_score(one, "greedy") for one in (runs[0]["before"], *(r["after"] for r in runs))]
+        yield "scores", PAGE, f"| {seed} | {' | '.join(cells)} |"
     mean = "{mean:.3f} ± {half_width:.3f}".format(
         **found["over_seeds"]["smollm2"]["after"]["pass@1"]
     )
@@ -286,16 +294,16 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     )
 
     sides = {name: row["sides"] for name, row in result("peers")["measures"].items()}
-    for measure, side, digits in (
-        ("training", "ours", 2),
-        ("generation", "ours", 2),
-        ("step", "sync 1", 2),
-        ("step", "async 1", 2),
-        ("step", "sync", 3),
-        ("step", "async", 4),
+    for measure, side in (
+        ("training", "ours"),
+        ("generation", "ours"),
+        ("step", "sync 1"),
+        ("step", "async 1"),
+        ("step", "sync"),
+        ("step", "async"),
     ):
         ratio = sides[measure][side]["times_tunix"]
-        text = f"| {ratio['median']:.{digits}f}x | {ratio['low']:.2f}–{ratio['high']:.2f} |"
+        text = f"| {ratio['median']:.2f}x | {ratio['low']:.2f}–{ratio['high']:.2f} |"
         yield "peers", PAGE, text
     sync, asynchronous = (
         sides["step"][name]["times_tunix"]["median"] for name in ("sync 1", "async 1")
@@ -380,15 +388,16 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         }
         text = ", ".join(f"{name} {_pair(here[m])}" for m, name in names.items() if m in here)
         yield "which_loss", PAGE, f"token reversal at η = {age}: {text}"
-    cells = {(r["num_tokens"], r["method"]): r for r in found["complexity"]}
-    for length in (3, 4, 5):
-        errors = [_pair(cells[length, method]["error"]) for method in ("pg", "ppo", "dg")]
-        less = [
-            _interval(cells[length, method]["dg_less"], signed=True) for method in ("pg", "ppo")
-        ]
-        yield "which_loss", METHODS, f"| {length} | {' | '.join(errors + less)} |"
-    less = (_interval(cells[n, "ppo"]["dg_less"], signed=True) for n in (3, 4, 5))
-    yield "which_loss", PAGE, "DG less PPO: three tokens {}, four {}, five {}:".format(*less)
+    cells = {(r["staleness"], r["num_tokens"], r["method"]): r for r in found["complexity"]}
+    for age, length in itertools.product((0, 8), (3, 4, 5)):
+        rows = [cells[age, length, method] for method in ("pg", "ppo", "dg")]
+        errors = [_pair(row["error"]) for row in rows]
+        less = [_interval(row["dg_less"], signed=True) for row in rows[:2]]
+        yield "which_loss", METHODS, f"| {age} | {length} | {' | '.join(errors + less)} |"
+    order = itertools.product((8, 0), (3, 4, 5))
+    less = (_interval(cells[a, n, "ppo"]["dg_less"], signed=True) for a, n in order)
+    text = "DG less PPO: three tokens {}, four {}, five {}; fresh {}, {}, {}:"
+    yield "which_loss", PAGE, text.format(*less)
     agree = sum(row["overlap"] for row in found["check"])
     yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     shape = result("anchors")["shapes"]["17m"]

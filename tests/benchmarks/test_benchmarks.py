@@ -11,6 +11,7 @@ import delight_reversal
 import distillation
 import grid
 import pytest
+import scores
 import staleness
 import which_loss_smollm2
 from in_process import Laboratory
@@ -137,6 +138,19 @@ def test_blocks_are_compared_at_equal_steps_and_at_equal_updates():
     assert table[2, 20]["equal_steps"]["mean"] == pytest.approx(-0.2)  # −0.1 and −0.3
     assert table[2, 20]["equal_updates"] is None and table[2, 40]["equal_steps"] is None
     assert table[2, 40]["equal_updates"]["mean"] == pytest.approx(0.0)  # +0.1 and −0.1
+
+
+def test_scores_are_averaged_over_runs_that_differ_in_their_seed_alone():
+    def row(run, greedy, settings=()):
+        ends = {"before": {"greedy": 0.1}, "after": {"greedy": greedy}}
+        return {"run": run, "set": list(settings)} | ends
+
+    rows = [row("smollm2:seed=0", 0.5), row("smollm2:seed=7", 0.7), row("smollm2", 0.9)]
+    rows += [row("smollm2:lora,seed=7", 0.2), row("smollm2:seed=7", 0.3, ["loss.preset=gspo"])]
+    found = {name: cell["after"]["greedy"] for name, cell in scores.over_seeds(rows).items()}
+    assert set(found) == {"smollm2", "smollm2:lora", "smollm2 loss.preset=gspo"}
+    assert (found["smollm2"]["mean"], found["smollm2"]["seeds"]) == (pytest.approx(0.7), 3)
+    assert [scores.seed_of(one["run"]) for one in rows] == [0, 7, 0, 7, 7]
 
 
 def test_an_interval_is_students():
