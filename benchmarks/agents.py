@@ -22,18 +22,16 @@ import itertools
 import json
 import pathlib
 import queue
-import subprocess
-import sys
 import tempfile
 import time
 
 import numpy as np
 import record
+from commands import WARM_STEPS, jaxrl
 
 from jaxrl_async.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
-WARM_STEPS = 5  # not in the medians
 
 
 def run(env: str, mode: str, seed: int, changes: list[str]) -> dict:
@@ -67,15 +65,6 @@ def run(env: str, mode: str, seed: int, changes: list[str]) -> dict:
 def waited(step: dict) -> float:
     """Seconds of a step in which the learner waited; for pushes it does so in some modes alone."""
     return step["time/wait_data_secs"] + step.get("time/wait_push_secs", 0.0)
-
-
-def jaxrl(*words: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "jaxrl_async", *words],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 def line(row: dict) -> str:

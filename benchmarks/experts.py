@@ -48,6 +48,7 @@ from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import policy_outputs
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import experts, hf, sharding, transformer
+from jaxrl_async.models.state import mapped
 
 CONFIG = str(record.ROOT / "configs" / "smollm2_moe.py")
 DENSE = "checkpoints/SmolLM2-135M-Instruct"
@@ -178,7 +179,7 @@ def _moved(params, noise):
             x = x.at[layer].add(more.astype(x.dtype))
         return param.replace(x)
 
-    return nnx.map_state(of, params)
+    return mapped(of, params)
 
 
 def train(args) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Held-out scores, seconds and memory of whole runs of this repository's configs, by seed.
+"""Held-out scores, seconds and memory (of the largest process) of whole runs of this repository's configs, by seed.
 
     python benchmarks/scores.py quickstart:seed=21 smollm2:lora,seed=0 … [--set=task.args.directory=DIR …] [--smoke]
 
@@ -12,7 +12,6 @@ import argparse
 import collections
 import json
 import pathlib
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import grid
 import learner
 import numpy as np
 import record
-from agents import WARM_STEPS, jaxrl
+from commands import WARM_STEPS, jaxrl
 
 from jaxrl_async.metrics import read_metrics
 
@@ -39,9 +38,10 @@ def main(argv: list[str] | None = None) -> None:
     path, matmul = args.out / "scores.json", learner.make_matmul("float32")
     for name in args.runs:
         before = matmul()
-        row = {"run": name, "set": args.set} | train_and_score(
-            name + ",smoke" * args.smoke, args.set
-        )
+        config, words = parts_of(name)
+        words += ["smoke"] if args.smoke else []
+        row = {"run": name, "set": args.set}
+        row |= train_and_score(f"{config}.py:{','.join(words)}", args.set)
         row["matmul_flops_per_sec"] = [before, matmul()]
         print(row, flush=True)
         result = record.read(path)
@@ -55,23 +55,26 @@ def _key(row: dict[str, Any]) -> tuple[str, list[str]]:
     return row["run"], row["set"]
 
 
-def seed_of(name: str) -> int:
-    """Of "config:lora,seed=0", 0 where the argument has none."""
-    words = dict(word.partition("=")[::2] for word in name.partition(":")[2].split(","))
-    return int(words.get("seed", 0))
-
-
-def train_and_score(name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """Scores before and after, seconds, memory, and the medians of the steps."""
+def parts_of(name: str) -> tuple[str, list[str]]:
+    """Of a run: its config's name, and the words of its argument."""
     config, _, arg = name.partition(":")
+    return config, [word for word in arg.split(",") if word]
+
+
+def seed_of(name: str) -> int:
+    """0 where the argument has none."""
+    _, words = parts_of(name)
+    return int(dict(word.partition("=")[::2] for word in words).get("seed", 0))
+
+
+def train_and_score(config: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Scores before and after, seconds, memory, and the medians of the steps."""
     with tempfile.TemporaryDirectory(prefix="jaxrl-scores-") as directory:
         workdir = pathlib.Path(directory, "run")
-        words = [f"--config=configs/{config}.py:{arg}", *(f"--config.{one}" for one in settings)]
+        words = [f"--config=configs/{config}", *(f"--config.{one}" for one in settings)]
         start = time.monotonic()
-        jaxrl("train", *words, f"--workdir={workdir}")
+        memory = jaxrl("train", *words, f"--workdir={workdir}")
         train_secs = time.monotonic() - start
-        # Of the largest process, of the runs before too.
-        memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         jaxrl("evaluate", f"--workdir={workdir}", "--steps=0,last")
         rows = json.loads((workdir / "evaluation.json").read_text("utf-8"))
         steps = read_metrics(workdir)
@@ -100,9 +103,9 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Run without its seed → score → mean over seeds, and half of its 95 % interval, before and after."""
     found = collections.defaultdict(list)
     for row in rows:
-        config, _, arg = row["run"].partition(":")
-        words = ",".join(word for word in arg.split(",") if word and not word.startswith("seed="))
-        found[" ".join([config + ":" * bool(words) + words, *row["set"]])].append(row)
+        config, words = parts_of(row["run"])
+        arg = ",".join(word for word in words if not word.startswith("seed="))
+        found[" ".join([f"{config}:{arg}" if arg else config, *row["set"]])].append(row)
     return {
         name: {
             end: {

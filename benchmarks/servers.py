@@ -13,13 +13,12 @@ import argparse
 import itertools
 import json
 import pathlib
-import subprocess
-import sys
 import tempfile
 import time
 
 import numpy as np
 import record
+from commands import WARM_STEPS, jaxrl
 
 from jaxrl_async.metrics import read_metrics
 
@@ -30,7 +29,6 @@ CONFIGS = {
     "sglang_jax": "configs/arithmetic_sglang_jax.py:",
     "vllm": "configs/arithmetic_sglang.py:vllm,",
 }
-WARM_STEPS = 5  # not in the medians
 
 
 def warm_start(seed: int, workdir: pathlib.Path) -> pathlib.Path:
@@ -78,15 +76,6 @@ def run(server: str, every: int, seed: int, model: pathlib.Path) -> dict:
         "returned": returned,
         "compile_count": [steps[1]["compile/count"], steps[-1]["compile/count"]],
     }
-
-
-def jaxrl(*words: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "jaxrl_async", *words],
-        check=True,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 def line(row: dict) -> str:

@@ -211,6 +211,7 @@ def _learning() -> Iterator[tuple[str, str, str]]:
         **found["over_seeds"]["smollm2"]["after"]["pass@1"]
     )
     yield "scores", PAGE, f"pass@1 at step 60 is {mean}"
+    yield "scores", README, f"| {last['before']['pass@1']:.2f}, {mean}; "
     table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
     for (blocks, step), row in table.items():
         if blocks == 2 and 0 < step <= 100:

@@ -18,6 +18,7 @@ from flax import nnx
 from jaxrl_async.extras.parity.parity import ParityError, read_checkpoint, read_params
 from jaxrl_async.inference import programs
 from jaxrl_async.models import transformer
+from jaxrl_async.models.state import mapped
 
 AGAINST = ("engine", "transformers", "float32", "bfloat16")  # or a directory
 
@@ -150,7 +151,7 @@ def _after(config, forward, prompt_tokens, params, tokens, num_layers):
         layers = kept.reshape(-1, *[1] * (param.ndim - 1))
         return param.replace(jnp.where(layers, param[...], 0))
 
-    model = nnx.merge(transformer.graphdef(config), nnx.map_state(cut, params))
+    model = nnx.merge(transformer.graphdef(config), mapped(cut, params))
     model.final_norm = lambda hidden: hidden
     return forward(model, tokens, prompt_tokens)
 
