@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import functools
-import itertools
 import threading
 import time
 
@@ -12,6 +11,7 @@ import pytest
 from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async import active_clock
+from jaxrl_async.publishing import health
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.health import Server, Table
 from jaxrl_async.publishing.keeper import Course, Keeper
@@ -549,18 +549,22 @@ def test_a_server_that_missed_a_poll_is_not_pushed_to_again(queue, servers, star
     assert len(silent.payloads("/update_weights_from_disk")) == 1
 
 
-class Fails(dict):
-    """A fake server's `fail`: the calls of one route that `fails` names, counted from 0."""
+@pytest.fixture
+def answer_looks(monkeypatch):
+    """Ends a server's failing within its next attempt, which fails: the look after it finds an answer."""
+    answers = health.answers
 
-    def __init__(self, route, fails):
-        super().__init__({route: (500, "busy")})
-        self._calls, self._fails = itertools.count(), fails
+    def answer_looks(server):
+        async def look(*args):
+            server.fail = {}
+            return await answers(*args)
 
-    def __contains__(self, route):
-        return super().__contains__(route) and self._fails(next(self._calls))
+        monkeypatch.setattr(health, "answers", look)
+
+    return answer_looks
 
 
-def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, write):
+def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, write, answer_looks):
     """The poll in which it wakes fails, and the look after it does not: it is STALE then, and no other is left."""
     (server, _) = servers
     publisher = start([server], push_timeout_secs=2.0)
@@ -568,15 +572,17 @@ def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, w
     server.fail["/model_info"] = (500, "stopped")
     queue.wait_for(lambda: queue.last(server) == ("DEAD", 0))
     time.sleep(2.5)  # longer than push_timeout_secs
-    server.fail = Fails("/model_info", lambda call: call % 2 == 0)
-    queue.wait_for(lambda: queue.last(server) == ("STALE", 0))
-    server.fail = {}
+    answer_looks(server)
     queue.wait_for(lambda: queue.last(server) == ("HEALTHY", 0))
     publisher.check()
+    states = [states[server.address][0] for _, states, _ in queue.published]
+    assert states[states.index("DEAD") :] == ["DEAD", "STALE", "HEALTHY"]
 
 
 @pytest.mark.parametrize("silent_from", ["before", "within"])
-def test_a_server_that_wakes_in_an_attempt_gets_another(silent_from, queue, servers, start, write):
+def test_a_server_that_wakes_in_an_attempt_gets_another(
+    silent_from, queue, servers, start, write, answer_looks
+):
     """The only server is silent for longer than push_timeout_secs, and answers the look after a failed attempt."""
     (server, _) = servers
     publisher = start([server], push_timeout_secs=0.5, start_timeout_secs=WAIT_SECS)
@@ -586,7 +592,7 @@ def test_a_server_that_wakes_in_an_attempt_gets_another(silent_from, queue, serv
         queue.wait_for(lambda: queue.last(server) == ("DEAD", 0))
         publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
         time.sleep(1.0)  # longer than push_timeout_secs
-        server.fail = Fails("/model_info", lambda call: call == 0)
+        answer_looks(server)
     else:
         server.hang.add("/update_weights_from_disk")
         publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
