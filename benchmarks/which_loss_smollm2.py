@@ -30,6 +30,8 @@ CHOOSING_SEEDS, SEEDS = (100,), (0, 1, 2)
 BASE = {key: value for key, value in staleness.BASE.items() if key.startswith("loss.")} | {
     "learner.num_steps": 40,
     "learner.groups_per_step": 4,
+    "learner.row_tokens": 256,
+    "server.num_slots": 32,
     "checkpoint.every_steps": 40,
 }
 SMOKE = {"learner.num_steps": 2, "checkpoint.every_steps": 1}
