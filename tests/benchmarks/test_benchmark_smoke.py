@@ -336,7 +336,7 @@ def test_time_to_accuracy_trains_scores_and_reports_in_small(tmp_path):
     assert [run["arm"] for run in result["runs"]] == arms
     for run in result["runs"]:
         versions, seconds, accuracy = zip(*run["curve"], strict=True)
-        assert versions == (0, 5, 10) and 0 == seconds[0] < seconds[1] < seconds[2]
+        assert versions == (0, script.SCORE_EVERY) and 0 == seconds[0] < seconds[1]
         assert all(0 <= value <= 1 for value in accuracy)
     start = [run["curve"][0][2] for run in result["runs"]]
     assert start[0] == start[1]  # the same version 0
