@@ -5,7 +5,8 @@ a process of its own, make a torch.distributed group. It stays for later version
 gather, or one of them has restarted. Each push pauses, names and verifies its own server.
 
 A server that fails breaks the round: rank 0 is killed, whose closed connections free the others, and these gather
-again while that one is alone in its next round. So every wait ends within the push's deadline.
+again while that one is alone in its next round. So every wait ends within the push's deadline. While a group is made
+rank 0 outlives the break for LINGER_SECS: closed connections free only those that have connected.
 """
 
 import asyncio
@@ -50,9 +51,14 @@ class Collective:
         self._group: tuple[str, dict[str, int]] | None = None  # its name; first rank by address
         self._joined: dict[str, str] = {}  # address → the group that its server was in last
         self._held: dict[str, str] = {}  # address → the name of the weights that it got last
+        # The end of a rank 0 whose round was broken.
+        self._lingering: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
         """Ends rank 0, and with it every broadcast under way."""
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
         self._rank.kill()
 
     async def deliver(
@@ -125,7 +131,9 @@ class Collective:
             init = functools.partial(server.update, _JOIN, payload, push.left())
             join = {"host": host, "world_size": world_size, "name": group}
             join |= {"backend": round_.backend}
+            round_.is_joining = True
             await round_.together(address, init, functools.partial(self._rank.ask, "join", **join))
+            round_.is_joining = False
             self._group = group, round_.ranks
         async with opened() as name:
             for number, bucket in enumerate(buckets, 1):
@@ -193,6 +201,8 @@ class Collective:
         """Makes rank 0 ready for a round, after the one before."""
         if before is not None:
             await before.ended.wait()
+        if self._lingering is not None:
+            self.close()
         round_.has_rank = True
         if await self._rank.start():
             self._group = None
@@ -213,7 +223,11 @@ class Collective:
         """A round was broken, by this server if any."""
         if round_.has_rank and not round_.ended.is_set():
             self._group = None
-            self._rank.kill()
+            if not round_.is_joining:
+                self._rank.kill()
+            elif self._lingering is None:
+                loop = asyncio.get_running_loop()
+                self._lingering = loop.call_later(LINGER_SECS, self.close)
         if address is not None:
             self._members.discard(address)
             self._alone.add(address)
@@ -229,7 +243,7 @@ class _Round:
         self.ranks: dict[str, int] = {}  # address → its first rank; 0 is this side's
         self.world_size = 1
         self.timer: asyncio.TimerHandle | None = None
-        self.has_rank = self.is_new = False
+        self.has_rank = self.is_new = self.is_joining = False
         self.group, self.port, self.backend = "", 0, ""
         self.ended = asyncio.Event()
         self._on_break = on_break
@@ -447,3 +461,4 @@ SHARED_SHARE = 0.5  # of a push's time, for a round of several servers
 MAX_SHARED_TRIES = 2
 MIN_LEFT_SECS = 1.0
 GRACE_SECS = 5.0  # A server that was held up answers within this.
+LINGER_SECS = 2.0  # in which servers that still connect do; one that finds nobody listening tries for half an hour
