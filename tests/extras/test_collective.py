@@ -170,18 +170,17 @@ async def test_a_server_that_refuses_is_named_and_the_others_get_the_version(
     assert len({groups_of(server)[-1] for server in servers}) == 1, "it is in their group again"
 
 
-@pytest.mark.long  # On a busy machine a fake takes longer than GRACE_SECS to give up a broadcast.
+@pytest.mark.long  # A round ends by its deadline, in which a busy machine starts rank 0 anew.
 @pytest.mark.parametrize("way", ["hang", "drop"])
 async def test_a_server_lost_in_a_broadcast_frees_the_others(
     client, servers, transport, version, monkeypatch, way
 ):
     """Its connections stay open: only the end of rank 0 frees a server behind it."""
-    monkeypatch.setattr(collective, "GRACE_SECS", 2.0)
-    monkeypatch.setattr(collective, "SHARED_SHARE", 0.15)
+    monkeypatch.setattr(collective, "SHARED_SHARE", 0.3)
     assert await push(transport, client, servers, version(7)) == [None] * 3
     lost, *others = servers
     getattr(lost, way).add("/update_weights_from_distributed")
-    error, *rest = await push(transport, client, servers, version(8), timeout_secs=40.0)
+    error, *rest = await push(transport, client, servers, version(8))
     assert isinstance(error, ServerError) and rest == [None] * 2
     assert error.address == lost.address and lost.address in str(error)
     assert all(holds(server, 8) and not server.session_open for server in others)
