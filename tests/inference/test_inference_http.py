@@ -70,6 +70,12 @@ class Held:
     def release(self):
         self._released = True
 
+    async def began(self):
+        """Waits until it is held: a request that is merely in its slot has no token yet."""
+        async with asyncio.timeout(DEADLINE_SECS):
+            while self._chunks <= 3:
+                await asyncio.sleep(0.001)
+
     def decode(self, *args):
         self._chunks += 1
         deadline = time.monotonic() + DEADLINE_SECS
@@ -281,7 +287,7 @@ async def test_it_serves_from_a_thread_of_its_own(engine):
 async def test_retract_and_continue_over_an_update_give_spans(client, engine, tmp_path):
     held = Held(engine)
     running = client.start(**LONG)
-    await client.until(num_running_requests=1)
+    await held.began()
     assert (await client("/pause_generation", {"mode": "retract"}))[0] == 200
     await client.until(num_running_requests=0, num_waiting_requests=1)
     queued = client.start()
@@ -310,7 +316,7 @@ async def test_flush_during_an_in_place_update_is_refused_before_anything_change
 ):
     held = Held(engine)
     running = client.start(**LONG)
-    await client.until(num_running_requests=1)
+    await held.began()
     await client("/pause_generation", {"mode": "in_place"})
     body = {"model_path": write_weights(tmp_path), "weight_version": "4"}
     status, answer = await client("/update_weights_from_disk", {**body, "flush_cache": True})
@@ -628,7 +634,7 @@ def reads(monkeypatch):
 async def test_a_prepared_version_is_swapped_in_without_its_files(client, engine, stored, reads):
     held = Held(engine)
     running = client.start(**LONG)
-    await client.until(num_running_requests=1)
+    await held.began()
     status, answer = await prepare(client, stored)
     assert (status, answer["success"]) == (200, True)
     info = (await client.get("/model_info"))[1]
