@@ -100,6 +100,7 @@ def turns(
     from jaxrl_async.cli.config import load_config, settings_of
     from jaxrl_async.inference import engine as engines
     from jaxrl_async.inference.fields import parse_sampling
+    from jaxrl_async.inference.requests import Request
     from jaxrl_async.models import sharding
     from jaxrl_async.tasks.tokenizer import CharTokenizer
 
@@ -134,7 +135,7 @@ def turns(
                         "sampling_seed": i,
                     }
                 )
-                engine.submit(engines.Request(f"{turn}-{i}", row, ask), done.put)
+                engine.submit(Request(f"{turn}-{i}", row, ask), done.put)
             left = num_rows
             while left:
                 for rid, completion in done.get(timeout=600):

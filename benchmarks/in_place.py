@@ -21,8 +21,8 @@ from bfloat16 import sample
 
 from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
-from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.fields import parse_sampling
+from jaxrl_async.inference.requests import Request
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives import advantages
@@ -101,7 +101,7 @@ def pushed(settings, workdir, prompts, versions, mode: str) -> dict[str, list[fl
         call(engine.update_weights(versions[0], "0"))
         num = min(2 * PROMPTS, len(prompts))
         for i in range(num):
-            request = engines.Request(str(i), prompts[i].tokens, sampling, reports=True)
+            request = Request(str(i), prompts[i].tokens, sampling, reports=True)
             engine.submit(request, done.put)
         seen = 0
         while seen < 2 * num:  # two chunks of each, so that most tokens are still to come

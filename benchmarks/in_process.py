@@ -29,6 +29,7 @@ from jaxrl_async import parts
 from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference import requests as engine_requests
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
@@ -314,15 +315,15 @@ def _check(settings: Settings) -> None:
 
 
 def complete(
-    engine: engines.Engine, requests: Sequence[engines.Request]
-) -> list[engines.Completion]:
+    engine: engines.Engine, requests: Sequence[engine_requests.Request]
+) -> list[engine_requests.Completion]:
     """Runs requests to their ends, in any order.
 
     Raises:
       UnavailableError: the engine died.
     """
     ended: queue.SimpleQueue = queue.SimpleQueue()
-    completions: list[engines.Completion] = []
+    completions: list[engine_requests.Completion] = []
     sent = min(len(requests), engine.max_queued_requests)
     for request in requests[:sent]:
         engine.submit(request, ended.put)
@@ -344,7 +345,7 @@ def request_of(
     prompt: Prompt,
     temperature: float,
     seed: int,
-) -> engines.Request:
+) -> engine_requests.Request:
     """A run's request for one sample, at another temperature."""
     sampling = SamplingParams(
         max_new_tokens=settings.rollout.max_new_tokens,
@@ -354,7 +355,7 @@ def request_of(
         stop_token_ids=tuple(tokenizer.stop_token_ids),
         seed=seed,
     )
-    return engines.Request(rid, prompt.tokens, sampling)
+    return engine_requests.Request(rid, prompt.tokens, sampling)
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:

@@ -28,8 +28,8 @@ import record
 from flax import nnx
 
 from jaxrl_async import parts
-from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.fields import parse_sampling
+from jaxrl_async.inference.requests import Request
 from jaxrl_async.models import transformer
 
 WAYS = ("retract", "in_place", "drain")
@@ -101,7 +101,7 @@ def measure(engine, versions, way: str, per_slot: int, seed: int, num_requests: 
         nonlocal begun
         for i in range(begun, begun + num):
             fields = {"max_new_tokens": int(lengths[i]), "ignore_eos": True}
-            engine.submit(engines.Request(str(i), PROMPT, parse_sampling(fields)), done.put)
+            engine.submit(Request(str(i), PROMPT, parse_sampling(fields)), done.put)
         begun += num
 
     def ends() -> None:

@@ -57,7 +57,7 @@ import shapes
 from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference.requests import Request
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.metrics import read_metrics
@@ -309,7 +309,7 @@ class Ours:
                 stop_token_ids=(),
                 seed=rid,
             )
-            self._engine.submit(engines.Request(str(rid), prompt, sampling), on_done)
+            self._engine.submit(Request(str(rid), prompt, sampling), on_done)
         if not done.wait(TIMEOUT_SECS):
             raise TimeoutError(f"{len(completions)} of {num} completions in {TIMEOUT_SECS} s")
         for _, completion in completions:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.fields import parse_sampling
 from jaxrl_async.inference.loading import WeightsError
+from jaxrl_async.inference.requests import Request, UnavailableError
 from jaxrl_async.servers import port
 from jaxrl_async.servers.batches import expire
 from jaxrl_async.servers.client import no_answer
@@ -33,7 +34,7 @@ class Direct:
         self.engine, self.address = engine, address
         self.info: Mapping[str, Any] = {}
         self._generating: dict[str, asyncio.Future] = {}  # by rid
-        self._unsent: list[engines.Request] = []  # of this turn of the loop
+        self._unsent: list[Request] = []  # of this turn of the loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
@@ -42,7 +43,7 @@ class Direct:
         done, rid = loop.create_future(), request.rid
         with self._refusals("/generate", timeout_secs):
             sampling = parse_sampling(dict(request.sampling_params))
-            asked = engines.Request(rid, np.asarray(request.input_ids, np.int32), sampling)
+            asked = Request(rid, np.asarray(request.input_ids, np.int32), sampling)
             self._generating[rid] = done
             late = loop.call_later(timeout_secs, expire, done)
             try:
@@ -121,7 +122,7 @@ class Direct:
             yield
         except TimeoutError:
             raise no_answer(self.address, route, timeout_secs) from None
-        except engines.UnavailableError as error:
+        except UnavailableError as error:
             raise self._lost(route, error) from error
         except port.ForeignWeightsError as error:
             raise port.ForeignVersionError(

@@ -20,62 +20,19 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrl_async.inference import loading, prefixes, programs, sampling
+from jaxrl_async.inference import loading, prefixes, programs, rows
+from jaxrl_async.inference.requests import (
+    InvalidRequestError,
+    Live,
+    OnDone,
+    Request,
+    UnavailableError,
+    deliver,
+)
 from jaxrl_async.models import experts, lora, transformer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _IDLE_SECS = 1.0  # poll interval of the command queue while idle
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt to complete."""
-
-    rid: str  # unique among the live ones
-    input_ids: np.ndarray  # int32 [P], P ≥ 1
-    sampling: sampling.SamplingParams
-    reports: bool = False  # its tokens so far are delivered after each chunk, too
-
-
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """Output tokens [start, end) were sampled by the weights of this version."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The outcome of a request: after an abort, its partial tokens; of one that goes on, those so far."""
-
-    rid: str
-    output_ids: np.ndarray  # int32 [N], the stop token included
-    # float32 [N], at the request's temperature, before top-p and top-k; with its max_kept after them
-    logprobs: np.ndarray
-    spans: tuple[Span, ...]  # cover [0, N)
-    # {"type": "stop", "matched"} | {"type": "length", "length"} | {"type": "abort", "message"}; None: it goes on
-    finish_reason: dict | None
-    prompt_tokens: int
-    num_retractions: int
-    cached_tokens: int = 0  # of the prompt, whose keys and values were held when it was admitted
-    # Of `types.Choices`, where they are recorded: uint8 or uint16 [P + N, L, K] of prompt and output, and
-    # int32 [N, M] of the output.
-    routes: np.ndarray | None = None
-    kept: np.ndarray | None = None
-
-
-# Called on the engine thread with all requests that ended, or went on, together, as (rid, completion or error).
-OnDone = Callable[[list[tuple[str, "Completion | UnavailableError"]]], None]
-
-
-class InvalidRequestError(ValueError):
-    """A request that can never be served; the message names field, value and bound."""
-
-
-class UnavailableError(RuntimeError):
-    """The engine cannot serve: no weights yet, a full queue, or an ended thread."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -113,7 +70,7 @@ class Engine:
         self._lock = threading.Lock()
         self._commands = queue.SimpleQueue()
         self._futures = set()  # of commands not yet answered
-        self._live = {}  # rid -> _Live, from submit to its end
+        self._live = {}  # rid -> Live, from submit to its end
         self._error = None  # error of every call after the end of the thread
         # The engine thread's own.
         self._closing = False
@@ -122,15 +79,13 @@ class Engine:
         self._for_decode = None  # `Programs.for_decode`
         self._version = None
         self._updates = collections.deque()  # _Update not yet applied
-        self._waiting = collections.deque()  # _Live
-        self._running = {}  # slot -> _Live
-        self._free = dict.fromkeys(range(self.num_slots))  # the least recently used first
-        self._lengths = np.zeros(self.num_slots, np.int32)  # tokens of each slot's sequence
-        shape = self.num_slots, self.max_total_tokens
-        self._tokens, self._logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        self._slots = programs.empty_slots(self.num_slots, self.max_kept)
-        width = min(self.max_kept, self.config.vocab_size)
-        self._kept = np.full((*shape, width), -1, np.int32) if width else None
+        self._waiting = collections.deque()  # Live
+        self._rows = rows.Rows(
+            num_slots=self.num_slots,
+            max_total_tokens=self.max_total_tokens,
+            max_kept=self.max_kept,
+            vocab_size=self.config.vocab_size,
+        )
 
     def start(self) -> None:
         """Compiles every program and starts the thread; afterwards nothing is compiled but those of `score`."""
@@ -189,7 +144,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests in slots."""
-        return len(self._running)
+        return len(self._rows.running)
 
     @property
     def is_paused(self) -> bool:
@@ -199,7 +154,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests accepted and not in a slot."""
-        return len(self._live) - len(self._running)
+        return len(self._live) - len(self._rows.running)
 
     def submit(self, request: Request, on_done: OnDone) -> None:
         """Queues a request; on_done is called once at its end, and as it reports, and must not raise.
@@ -222,7 +177,11 @@ class Engine:
         refusals, lives = {}, []
         for index, request in enumerate(requests):
             try:
-                self._check(request)
+                request.check(
+                    vocab_size=self.config.vocab_size,
+                    max_total_tokens=self.max_total_tokens,
+                    max_kept=self.max_kept,
+                )
             except InvalidRequestError as error:
                 refusals[index] = error
         with self._lock:
@@ -232,7 +191,7 @@ class Engine:
                 if refusal := self._refusal(request):
                     refusals[index] = refusal
                     continue
-                self._live[request.rid] = live = _Live(request, on_done)
+                self._live[request.rid] = live = Live(request, on_done)
                 lives.append(live)
             if lives:
                 self._commands.put(lives)
@@ -283,7 +242,7 @@ class Engine:
         """Returns a future of whether no request is live; then what slots hold of earlier ones is forgotten."""
 
         def command():
-            if idle := not self._running and not self._waiting:
+            if idle := not self._rows.running and not self._waiting:
                 self._prefixes.clear()
             return idle
 
@@ -411,33 +370,6 @@ class Engine:
             )
         return None
 
-    def _check(self, request):
-        ids = request.input_ids
-        if ids.dtype != np.int32 or ids.ndim != 1 or not len(ids):
-            raise InvalidRequestError(
-                f"input_ids must be int32 [P] with P ≥ 1, got {ids.dtype} {list(ids.shape)}"
-            )
-        vocab_size = self.config.vocab_size
-        if ids.min() < 0 or ids.max() >= vocab_size:
-            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-            raise InvalidRequestError(f"token id {bad} is outside [0, {vocab_size})")
-        try:
-            request.sampling.check(vocab_size=vocab_size)
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from None
-        if (wanted := request.sampling.max_kept) > self.max_kept:
-            has = f"{self.max_kept} at most" if self.max_kept else "none"
-            raise InvalidRequestError(
-                f"max_kept {wanted}: this server returns {has} of the ids that a token is drawn from; its bound is "
-                "rollout.max_kept of a config that truncates"
-            )
-        new = request.sampling.max_new_tokens
-        if len(ids) + new > self.max_total_tokens:
-            raise InvalidRequestError(
-                f"a prompt of {len(ids)} tokens and max_new_tokens {new} exceed the "
-                f"{self.max_total_tokens} tokens of a request"
-            )
-
     def _whole(self, params):
         """All weights, of adapters beside those that the engine has or reads now."""
         if not self.config.lora:
@@ -499,10 +431,10 @@ class Engine:
 
     def _can_admit(self):
         # Running requests end, and with them the wait of the new weights.
-        return bool(self._waiting and self._free and not self._paused and not self._updates)
+        return bool(self._waiting and self._rows.free and not self._paused and not self._updates)
 
     def _can_decode(self):
-        return bool(self._running and not self._paused)
+        return bool(self._rows.running and not self._paused)
 
     def _obey(self):
         """Takes all commands; waits for one while idle."""
@@ -513,7 +445,7 @@ class Engine:
             except queue.Empty:
                 return
             wait = False
-            if isinstance(command, list):  # of _Live
+            if isinstance(command, list):  # of Live
                 nothing = [live for live in command if not live.request.sampling.max_new_tokens]
                 if nothing:
                     self._finish([(live, {"type": "length", "length": 0}) for live in nothing])
@@ -523,7 +455,7 @@ class Engine:
 
     def _spare_cache(self):
         """Gives the cache's memory back where a pause has emptied it; returns whether it did."""
-        if self._paused is None or self._running or self._cache is None:
+        if self._paused is None or self._rows.running or self._cache is None:
             return False
         self._cache = None
         return True
@@ -540,7 +472,7 @@ class Engine:
             self._live.clear()
         for future in futures:
             _resolve(future, error=error)
-        _deliver([(live, error) for live in lives])
+        deliver([(live, error) for live in lives])
         _resolve(self.stopped, None, error=cause)
 
     def _pause(self, mode):
@@ -551,7 +483,7 @@ class Engine:
             self._retract()
 
     def _abort(self, matches, message):
-        ended = [live for live in self._running.values() if matches(live.request.rid)]
+        ended = [live for live in self._rows.running.values() if matches(live.request.rid)]
         queued = [live for live in self._waiting if matches(live.request.rid)]
         if queued:
             self._waiting = collections.deque(
@@ -565,7 +497,7 @@ class Engine:
 
     def _retract(self):
         """Returns the running requests to the head of the queue, in order of arrival."""
-        lives = list(self._running.values())
+        lives = list(self._rows.running.values())
         for live in lives:
             self._release(live, ended=False)
             live.num_retractions += 1
@@ -574,15 +506,15 @@ class Engine:
     def _apply_updates(self):
         while self._updates:
             update = self._updates[0]
-            held = self._paused == "in_place" and bool(self._running)
+            held = self._paused == "in_place" and bool(self._rows.running)
             if held and update.flush_cache and update.running != "abort":
                 self._updates.popleft()
-                error = f"flush_cache while {len(self._running)} requests are paused in_place"
+                error = f"flush_cache while {len(self._rows.running)} requests are paused in_place"
                 _resolve(update.future, error=loading.WeightsError(error))
                 continue
             if update.running == "abort":
                 self._abort(lambda rid: True, "aborted by update_weights_from_disk")
-            elif self._running and not self._paused:
+            elif self._rows.running and not self._paused:
                 if update.running == "wait":
                     return
                 self._retract()
@@ -590,14 +522,13 @@ class Engine:
             self._swap(update)
 
     def _swap(self, update):
-        for live in self._running.values():
-            live.close_span(self._version, self._lengths[live.slot])
+        self._rows.close_spans(self._version)
         self._for_decode = None  # Makes room.
         self._weights, self._version = update.weights, update.version
         self._prefixes.clear()
         self._for_decode = self._programs.for_decode(self._weights.params)
         paused = self._paused is not None or update.running == "retract"
-        held = len(self._running) + len(self._waiting)
+        held = len(self._rows.running) + len(self._waiting)
         _resolve(update.future, held if paused else 0)
 
     def _admit(self):
@@ -606,57 +537,27 @@ class Engine:
             self._cache = self._programs.empty_cache()
             self._prefixes.clear()
         fills, num_tokens = [], 0
-        while self._waiting and self._free and num_tokens < programs.MAX_PREFILL_TOKENS:
+        while self._waiting and self._rows.free and num_tokens < programs.MAX_PREFILL_TOKENS:
             live = self._waiting.popleft()
             row = live.tokens[:-1]  # the last token is decode's to process
-            num_held, source, in_place = self._prefixes.find(row.tobytes(), self._free)
-            slot = source if in_place else next(iter(self._free))
-            del self._free[slot]
+            num_held, source, in_place = self._prefixes.find(row.tobytes(), self._rows.free)
+            slot = source if in_place else next(iter(self._rows.free))
             self._prefixes.hold(slot, row.tobytes())
             if not live.num_retractions:
                 live.num_cached = num_held
             num_tokens += len(row) - num_held
             fills.append(programs.Fill(slot, row, num_held, source))
-            self._occupy(slot, live)
+            self._rows.occupy(slot, live)
         self._cache = self._programs.prefill(self._weights.params, self._cache, fills)
-
-    def _occupy(self, slot, live):
-        live.slot = slot
-        self._running[slot] = live
-        num_tokens, prompt_length = len(live.tokens), len(live.request.input_ids)
-        self._lengths[slot] = num_tokens
-        self._tokens[slot, :num_tokens] = live.tokens
-        self._logprobs[slot, prompt_length:num_tokens] = live.logprobs
-        if self._kept is not None and live.kept is not None:
-            self._kept[slot, prompt_length:num_tokens] = live.kept
-        ask, slots = live.request.sampling, self._slots
-        slots.tokens[slot] = live.tokens[-1]
-        slots.positions[slot] = num_tokens - 1
-        slots.limits[slot] = prompt_length + ask.max_new_tokens
-        slots.active[slot] = True
-        slots.stop_tokens[slot] = -1
-        slots.stop_tokens[slot, : len(ask.stop_token_ids)] = ask.stop_token_ids
-        slots.draw.key[slot] = sampling.seed_words(ask.seed)
-        slots.draw.temperature[slot] = ask.temperature
-        slots.draw.top_p[slot] = ask.top_p
-        slots.draw.top_k[slot] = min(ask.top_k, self.config.vocab_size)
-        slots.draw.never[slot] = -1
-        slots.draw.never[slot, : len(ask.never_token_ids)] = ask.never_token_ids
-        if slots.draw.keep:
-            slots.draw.keep.most[slot], slots.draw.keep.min_p[slot] = ask.max_kept, ask.min_p
 
     def _release(self, live, *, ended=True):
         """Takes a request out of its slot, with its tokens so far, and with their routes once it has ended."""
-        self._read(live)
+        slot = live.slot
+        self._rows.release(live, self._version)
         if ended and self.config.num_experts:
             live.routes = self._unknown_routes(live)
             # The last token is sampled, and no layer has computed it.
-            live.routes[:-1] = self._programs.routes(self._cache, live.slot)[: len(live.tokens) - 1]
-        slot, live.slot = live.slot, None
-        self._slots.active[slot] = False
-        self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
-        self._free[slot] = None
-        del self._running[slot]
+            live.routes[:-1] = self._programs.routes(self._cache, slot)[: len(live.tokens) - 1]
 
     def _unknown_routes(self, live):
         c = self.config
@@ -664,54 +565,25 @@ class Engine:
         shape = len(live.tokens), c.num_layers, c.experts_per_token
         return np.full(shape, np.iinfo(dtype).max, dtype)
 
-    def _read(self, live):
-        """Gives a request in a slot its tokens so far."""
-        slot, prompt_length = live.slot, len(live.request.input_ids)
-        num_tokens = self._lengths[slot]
-        live.close_span(self._version, num_tokens)
-        live.tokens = self._tokens[slot, :num_tokens].copy()
-        live.logprobs = self._logprobs[slot, prompt_length:num_tokens].copy()
-        if live.request.sampling.max_kept:
-            live.kept = self._kept[slot, prompt_length:num_tokens].copy()
-
     def _decode(self):
         """One chunk for every slot; ends the requests that are complete."""
-        self._cache, decoded = self._programs.decode(self._for_decode, self._cache, self._slots)
-        decoded = jax.device_get(decoded)
-        step, slot = np.nonzero(np.arange(self.decode_chunk)[:, None] < decoded.counts[None])
-        at = self._lengths[slot] + step
-        self._tokens[slot, at] = decoded.tokens[step, slot]
-        self._logprobs[slot, at] = decoded.logprobs[step, slot]
-        if decoded.kept is not None:
-            self._kept[slot, at] = decoded.kept[step, slot]
-        self._lengths += decoded.counts
-        slots = self._slots
-        ended = slots.active & ~decoded.active
-        slots.active[:] = decoded.active
-        slots.positions[:] = np.maximum(self._lengths - 1, 0)
-        slots.tokens[:] = self._tokens[np.arange(self.num_slots), slots.positions]
-        broken = np.unique(slot[~np.isfinite(decoded.logprobs[step, slot])])
-        ended[broken] = False
-        lives = [self._running[slot] for slot in np.flatnonzero(ended).tolist()]
-        for live in lives:
+        self._cache, decoded = self._programs.decode(
+            self._for_decode, self._cache, self._rows.slots
+        )
+        complete, broken = self._rows.extend(jax.device_get(decoded))
+        for live in complete:
             self._release(live)
-        self._finish([(live, live.reason()) for live in lives])
-        if len(broken):
-            self._abandon(broken.tolist())
-        reporting = [live for live in self._running.values() if live.request.reports]
+        self._finish([(live, live.finish_reason()) for live in complete])
+        if broken:
+            self._abandon(broken)
+        reporting = [live for live in self._rows.running.values() if live.request.reports]
         for live in reporting:
-            self._read(live)
-        _deliver([(live, live.completion(None)) for live in reporting])
+            self._rows.read(live, self._version)
+        deliver([(live, live.completion(None)) for live in reporting])
 
     def _abandon(self, slots):
         """Ends requests with a number that is not finite, with the tokens before it."""
-        rids = set()
-        for slot in slots:
-            live = self._running[slot]
-            rids.add(live.request.rid)
-            start = len(live.request.input_ids)
-            bad = ~np.isfinite(self._logprobs[slot, start : self._lengths[slot]])
-            self._lengths[slot] = start + np.argmax(bad)
+        rids = {self._rows.cut(slot).request.rid for slot in slots}
         message = f"log-probs of weights {self._version!r} are not finite"
         self._abort(lambda rid: rid in rids, message)
         # A masked NaN in the cache still reaches whoever comes next into its slot: 0 · NaN.
@@ -724,55 +596,7 @@ class Engine:
                 del self._live[live.request.rid]
                 if live.routes is None and self.config.num_experts:  # It was in no slot.
                     live.routes = self._unknown_routes(live)
-        _deliver([(live, live.completion(reason)) for live, reason in ended])
-
-
-class _Live:
-    """A request between submit and its end. After submit only the engine thread touches it."""
-
-    def __init__(self, request, on_done):
-        self.request = request
-        self.on_done = on_done
-        self.slot = None
-        # While in a slot, the engine's arrays are newer than these.
-        self.tokens = request.input_ids
-        self.logprobs = np.zeros(0, np.float32)
-        self.kept = None
-        self.spans = []
-        self.num_retractions = 0
-        self.num_cached = 0
-        self.routes = None  # of its tokens, once it has ended; the model has no experts otherwise
-
-    def close_span(self, version, num_tokens):
-        """Records that the tokens since the last span are of this version."""
-        end = int(num_tokens) - len(self.request.input_ids)
-        start = self.spans[-1].end if self.spans else 0
-        if start == end:
-            return
-        if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(Span(version, start, end))
-
-    def reason(self):
-        last = int(self.tokens[-1])
-        if last in self.request.sampling.stop_token_ids:
-            return {"type": "stop", "matched": last}
-        return {"type": "length", "length": self.request.sampling.max_new_tokens}
-
-    def completion(self, finish_reason):
-        prompt_length = len(self.request.input_ids)
-        return Completion(
-            rid=self.request.rid,
-            output_ids=self.tokens[prompt_length:],
-            logprobs=self.logprobs,
-            spans=tuple(self.spans),
-            finish_reason=finish_reason,
-            prompt_tokens=prompt_length,
-            num_retractions=self.num_retractions,
-            cached_tokens=self.num_cached,
-            routes=self.routes,
-            kept=self.kept,
-        )
+        deliver([(live, live.completion(reason)) for live, reason in ended])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -782,15 +606,6 @@ class _Update:
     running: str  # for running requests, when not paused: "wait" | "abort" | "retract"
     flush_cache: bool
     future: concurrent.futures.Future
-
-
-def _deliver(outcomes):
-    """Calls each distinct on_done once: hundreds of requests end together and share one."""
-    by_callback = {}
-    for live, outcome in outcomes:
-        by_callback.setdefault(live.on_done, []).append((live.request.rid, outcome))
-    for on_done, ended in by_callback.items():
-        on_done(ended)
 
 
 def _resolve(future, result=None, *, error=None):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.inference.engine import InvalidRequestError
+from jaxrl_async.inference.requests import InvalidRequestError
 from jaxrl_async.servers.completions import integers
 from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.types import NEVER_BIAS

@@ -25,12 +25,8 @@ from prometheus_client.core import GaugeMetricFamily
 
 from jaxrl_async import security
 from jaxrl_async.inference import fields, loading, texts
-from jaxrl_async.inference.engine import (
-    Completion,
-    Engine,
-    InvalidRequestError,
-    UnavailableError,
-)
+from jaxrl_async.inference.engine import Engine
+from jaxrl_async.inference.requests import Completion, InvalidRequestError, UnavailableError
 from jaxrl_async.intake import routes as intake_routes
 from jaxrl_async.intake.receiver import Receiver
 from jaxrl_async.servers.batches import STREAMS_HEADER

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl_async.inference import fields, sampling
-from jaxrl_async.inference.engine import Completion, InvalidRequestError, Request, Span
 from jaxrl_async.inference.programs import MAX_TOP, Scores
+from jaxrl_async.inference.requests import Completion, InvalidRequestError, Request, Span
 
 MAX_CHOICES = 128  # of a request: its prompts, n times each
 _DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions

@@ -17,6 +17,7 @@ from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet, sampling_of, score
 from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference import requests as engine_requests
 from jaxrl_async.inference.fields import parse_sampling
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.servers.port import Completion
@@ -109,18 +110,18 @@ class EngineClient:
           EvaluationError: the engine died, or ended no request for ENGINE_TIMEOUT_SECS.
         """
         rid, ids = next(self._rids), np.array(tokens, np.int32)
-        request = engines.Request(rid, ids, parse_sampling(sampling | overrides))
+        request = engine_requests.Request(rid, ids, parse_sampling(sampling | overrides))
         async with self._places:
             try:
                 self._engine.submit(request, self._on_done)
                 self._running[rid] = self._loop.create_future()
                 return completion_of(await self._ended(self._running[rid]))
-            except engines.UnavailableError as error:
+            except engine_requests.UnavailableError as error:
                 raise EvaluationError(str(error)) from error
             finally:
                 self._running.pop(rid, None)
 
-    async def _ended(self, future: asyncio.Future) -> engines.Completion:
+    async def _ended(self, future: asyncio.Future) -> engine_requests.Completion:
         while not future.done():
             before = self._num_ended
             await asyncio.wait({future}, timeout=ENGINE_TIMEOUT_SECS)
@@ -146,7 +147,7 @@ class EngineClient:
                 future.set_result(outcome)
 
 
-def completion_of(done: engines.Completion) -> Completion:
+def completion_of(done: engine_requests.Completion) -> Completion:
     """An engine's answer as the HTTP client would have read it."""
     versions = np.empty(len(done.output_ids), np.int32)
     for span in done.spans:

@@ -17,7 +17,7 @@ from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
 from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet
-from jaxrl_async.inference.engine import UnavailableError
+from jaxrl_async.inference.requests import UnavailableError
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.runner import Runner

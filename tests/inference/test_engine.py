@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import loading, programs, sampling
+from jaxrl_async.inference.requests import InvalidRequestError, Request, Span, UnavailableError
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.rollout import sampler
 from jaxrl_async.servers.port import Completion
@@ -136,7 +137,7 @@ def submit(engine, request):
 
 def request(rid, prompt=(1, 2, 3), **changes):
     ids = np.array(prompt, np.int32)
-    return engine_lib.Request(rid, ids, dataclasses.replace(PARAMS, **changes))
+    return Request(rid, ids, dataclasses.replace(PARAMS, **changes))
 
 
 def submit_together(engine, requests):
@@ -334,7 +335,7 @@ def test_max_new_tokens_are_never_exceeded(engine, num):
     done = generate(engine, "r", max_new_tokens=num)
     assert len(done.output_ids) == len(done.logprobs) == num
     assert done.finish_reason == {"type": "length", "length": num}
-    assert done.spans == (engine_lib.Span("0", 0, num),)
+    assert done.spans == (Span("0", 0, num),)
     assert done.prompt_tokens == 3
 
 
@@ -382,7 +383,7 @@ def test_a_swap_under_retract_keeps_the_tokens_and_each_token_is_of_its_version(
         wait(reply)
     for ids, done in ((prompt, wait(future)), ((9,), wait(neighbour))):
         num = len(done.output_ids)
-        assert done.spans == (engine_lib.Span("0", 0, 12), engine_lib.Span("1", 12, num))
+        assert done.spans == (Span("0", 0, 12), Span("1", 12, num))
         assert done.num_retractions == 1
         old, new = (reference_logprobs(weights(seed), ids, done) for seed in (0, 1))
         np.testing.assert_allclose(done.logprobs[:12], old[:12], atol=1e-5)
@@ -398,7 +399,7 @@ def test_a_swap_without_a_pause_keeps_running_requests(engine):
     gate.open()
     assert wait(updated) == 1
     done = wait(future)
-    assert done.spans == (engine_lib.Span("0", 0, 8), engine_lib.Span("1", 8, 20))
+    assert done.spans == (Span("0", 0, 8), Span("1", 8, 20))
     new = reference_logprobs(weights(1), (1, 2, 3), done)
     np.testing.assert_allclose(done.logprobs[8:], new[8:], atol=1e-5)
 
@@ -414,7 +415,7 @@ def test_in_place_goes_on_with_the_old_keys_and_values(engine):
     assert wait(updated) == 1
     wait(paused), wait(resumed)
     done = wait(future)
-    assert done.spans == (engine_lib.Span("0", 0, 12), engine_lib.Span("1", 12, 30))
+    assert done.spans == (Span("0", 0, 12), Span("1", 12, 30))
     assert done.num_retractions == 0
     old, new = (reference_logprobs(weights(seed), (1, 2, 3), done) for seed in (0, 1))
     np.testing.assert_allclose(done.logprobs[:12], old[:12], atol=1e-5)
@@ -435,7 +436,7 @@ def test_a_pause_without_a_swap_changes_nothing(engine):
     done = wait(future)
     np.testing.assert_array_equal(done.output_ids, expected.output_ids)
     np.testing.assert_allclose(done.logprobs, expected.logprobs, atol=1e-5)
-    assert done.spans == (engine_lib.Span("0", 0, 30),)
+    assert done.spans == (Span("0", 0, 30),)
 
 
 def test_pause_abort_returns_partial_tokens_of_the_running_and_none_of_the_queued(engine):
@@ -454,7 +455,7 @@ def test_pause_abort_returns_partial_tokens_of_the_running_and_none_of_the_queue
     assert [len(done.output_ids) for done in ended] == [12] * NUM_SLOTS + [0] * 3
     np.testing.assert_array_equal(ended[0].output_ids, whole.output_ids[:12])
     np.testing.assert_array_equal(ended[0].logprobs, whole.logprobs[:12])
-    assert ended[0].spans == (engine_lib.Span("0", 0, 12),)
+    assert ended[0].spans == (Span("0", 0, 12),)
     assert ended[-1].spans == ()
 
 
@@ -578,7 +579,7 @@ def test_weights_from_disk_are_those_that_were_written(engine, tmp_path):
     done = generate(engine, "r")
     expected = reference_logprobs(weights(1), (1, 2, 3), done)
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-5)
-    assert done.spans == (engine_lib.Span("1", 0, 8),)
+    assert done.spans == (Span("1", 0, 8),)
 
 
 @pytest.fixture
@@ -648,8 +649,8 @@ def test_unpaused_an_update_from_disk_waits_for_running_requests_and_new_ones_wa
     assert not updated.done() and not running.done()
     gate.open()
     assert wait(updated) == 0
-    assert wait(running).spans == (engine_lib.Span("0", 0, 20),)
-    assert wait(later).spans == (engine_lib.Span("1", 0, 8),)
+    assert wait(running).spans == (Span("0", 0, 20),)
+    assert wait(later).spans == (Span("1", 0, 8),)
 
 
 def test_an_update_that_aborts_returns_partial_tokens(engine, tmp_path):
@@ -678,7 +679,7 @@ def test_paused_in_place_an_update_applies_at_once_and_refuses_to_flush(engine, 
     assert wait(update(engine, path)) == 1
     assert engine.weight_version == "1"
     wait(engine.resume())
-    assert wait(future).spans == (engine_lib.Span("0", 0, 8), engine_lib.Span("1", 8, 20))
+    assert wait(future).spans == (Span("0", 0, 8), Span("1", 8, 20))
 
 
 def test_a_truncated_file_is_refused(engine, tmp_path):
@@ -757,7 +758,7 @@ def test_a_mangled_header_is_refused(engine, tmp_path, header):
     ],
 )
 def test_what_can_never_be_served_is_refused_with_its_bound(engine, prompt, changes, message):
-    with pytest.raises(engine_lib.InvalidRequestError, match=message):
+    with pytest.raises(InvalidRequestError, match=message):
         submit(engine, request("r", prompt, **changes))
     assert len(generate(engine, "next").output_ids) == 8
 
@@ -765,7 +766,7 @@ def test_what_can_never_be_served_is_refused_with_its_bound(engine, prompt, chan
 def test_a_live_rid_is_refused_and_can_be_used_again_after_its_end(engine):
     wait(engine.pause("in_place"))
     first = submit(engine, request("r"))
-    with pytest.raises(engine_lib.InvalidRequestError, match="rid 'r' is already in use"):
+    with pytest.raises(InvalidRequestError, match="rid 'r' is already in use"):
         submit(engine, request("r"))
     wait(engine.resume())
     wait(first)
@@ -776,16 +777,16 @@ def test_a_full_queue_is_refused_with_its_bounds(engine):
     wait(engine.pause("in_place"))
     for i in range(NUM_SLOTS + MAX_QUEUED):
         submit(engine, request(f"r{i}", max_new_tokens=1))
-    with pytest.raises(engine_lib.UnavailableError, match="13 slots and 64 waiting requests"):
+    with pytest.raises(UnavailableError, match="13 slots and 64 waiting requests"):
         submit(engine, request("one more"))
 
 
 def test_without_weights_a_request_is_refused(bare_engine):
     assert bare_engine.weight_version is None
-    with pytest.raises(engine_lib.UnavailableError, match="no weights yet"):
+    with pytest.raises(UnavailableError, match="no weights yet"):
         submit(bare_engine, request("r"))
     wait(bare_engine.update_weights(weights(0), "7"))
-    assert generate(bare_engine, "r").spans == (engine_lib.Span("7", 0, 8),)
+    assert generate(bare_engine, "r").spans == (Span("7", 0, 8),)
 
 
 def test_weights_that_overflow_end_the_request_and_leave_no_trace(engine):
@@ -814,12 +815,12 @@ def test_a_dead_thread_fails_every_pending_and_later_call(engine):
 
     engine._programs.decode = broken
     gate.open()
-    with pytest.raises(engine_lib.UnavailableError, match="test-engine.* died.*the device is gone"):
+    with pytest.raises(UnavailableError, match="test-engine.* died.*the device is gone"):
         wait(running)
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.stopped.result(DEADLINE_SECS)
     for call in (lambda: submit(engine, request("later")), lambda: wait(engine.pause("abort"))):
-        with pytest.raises(engine_lib.UnavailableError, match="the device is gone"):
+        with pytest.raises(UnavailableError, match="the device is gone"):
             call()
     assert "the device is gone" in str(engine.error)
 
@@ -830,14 +831,14 @@ def test_close_fails_what_is_unfinished_and_every_later_call(engine):
     engine.close(timeout_secs=DEADLINE_SECS)
     assert engine.stopped.result(DEADLINE_SECS) is None
     for call in (lambda: wait(waiting), lambda: wait(update(engine, "anywhere"))):
-        with pytest.raises(engine_lib.UnavailableError, match="test-engine' is closed"):
+        with pytest.raises(UnavailableError, match="test-engine' is closed"):
             call()
 
 
 def test_an_engine_that_was_never_started_closes():
     engine = make_engine()
     engine.close(timeout_secs=DEADLINE_SECS)
-    with pytest.raises(engine_lib.UnavailableError, match="never started"):
+    with pytest.raises(UnavailableError, match="never started"):
         wait(engine.flush())
 
 

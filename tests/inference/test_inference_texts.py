@@ -9,6 +9,7 @@ from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weight
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import fields, texts
+from jaxrl_async.inference.requests import Completion
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer("0123456789+-=abcd")
@@ -251,7 +252,7 @@ def test_a_part_of_a_character_or_of_a_stop_text_is_not_sent():
     before, pieces = None, []
     for n in range(1, len(ids) + 1):
         reason = None if n < len(ids) else {"type": "length", "length": n}
-        now = engine_lib.Completion(
+        now = Completion(
             "r", np.array(ids[:n], np.int32), np.zeros(n, np.float32), (), reason, 1, 0
         )
         now = codec.cut(now, request.stops)

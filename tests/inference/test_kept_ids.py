@@ -12,6 +12,8 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http
 from jaxrl_async.inference.direct import DirectClient
+from jaxrl_async.inference.requests import Request
+from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import packing, train_step
 from jaxrl_async.models import transformer
 from jaxrl_async.rollout.context import TrajectoryBuilder
@@ -105,9 +107,9 @@ async def test_a_request_that_asks_for_none_has_none_and_other_logprobs(engine, 
 
 async def test_a_retracted_request_keeps_the_kept_ids_of_its_tokens(engine, params):
     done = []
-    ask = engine_lib.sampling.SamplingParams(40, 1.0, 0.8, -1, (), 7, max_kept=MAX_KEPT)
+    ask = SamplingParams(40, 1.0, 0.8, -1, (), 7, max_kept=MAX_KEPT)
     ids = np.array(PROMPT, np.int32)
-    whole, parts = (engine_lib.Request(rid, ids, ask) for rid in ("whole", "parts"))
+    whole, parts = (Request(rid, ids, ask) for rid in ("whole", "parts"))
     engine.submit(whole, done.extend)
     engine.flush().result(DEADLINE_SECS)
     engine.submit(parts, done.extend)

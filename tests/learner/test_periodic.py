@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference.requests import Request
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
@@ -323,8 +324,7 @@ class Engine:
         prompt = np.random.default_rng(permit.prompt_index).integers(0, CONFIG.vocab_size, PROMPT)
         prompt = prompt.astype(np.int32)
         requests = [
-            engines.Request(str(i), prompt, self._sampling(permit.prompt_index * G + i))
-            for i in range(G)
+            Request(str(i), prompt, self._sampling(permit.prompt_index * G + i)) for i in range(G)
         ]
         ended = queue.SimpleQueue()
         for request in requests:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference import loading
+from jaxrl_async.inference.requests import Request
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.models import hf, lora, sharding, transformer
 from jaxrl_async.models.lora import LoRA
@@ -260,7 +261,7 @@ def sampled(engine, rid="0"):
     params = SamplingParams(
         max_new_tokens=20, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), seed=3
     )
-    request = engines.Request(rid, np.array([1, 2, 3], np.int32), params)
+    request = Request(rid, np.array([1, 2, 3], np.int32), params)
     engine.submit(request, lambda ended: future.set_result(ended[0][1]))
     return future.result(TIMEOUT_SECS)
 
