@@ -121,7 +121,7 @@ def run(
       RoleDiedError, StalledError: the run failed.
     """
     settings = settings_of(config)
-    run = Run(workdir or start.default_workdir(settings))
+    run = Run(pathlib.Path(workdir or start.default_workdir(settings)))
     machine.check_access(settings, "all", 0)
     start.check_workdir(config, run.workdir, resume=resume)
     with start.locked(run.workdir):

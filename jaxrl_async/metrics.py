@@ -121,7 +121,7 @@ class MetricsWriter:
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
         self._file.write(json.dumps(sealed.sealed(finite(row))) + "\n")
         self._file.flush()
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         scalars = (Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items())
         # One event for the whole row: each event passes a queue between processes.
@@ -190,7 +190,7 @@ def _sound(lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
 
 def _is_row(row: Any) -> bool:
     step = row.get("step") if isinstance(row, dict) else None
-    return type(step) in (int, float) and float(step).is_integer()
+    return type(step) is not bool and isinstance(step, int | float) and float(step).is_integer()
 
 
 class NewSteps:

@@ -31,6 +31,7 @@ class Service(Protocol):
         self, *, project: str, name: str, run: str, workdir: pathlib.Path, config: Mapping
     ) -> str:
         """Begins a run, or continues the one named `run` unless that is ""; returns the run's name in the tracker."""
+        ...
 
     def log(self, step: int, row: Mapping[str, float]) -> None:
         """Sends a row of finite numbers."""
@@ -57,7 +58,7 @@ class Tracker:
         """
         self._workdir = pathlib.Path(workdir).absolute()
         self._project, self._config = project, config
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_WAITING)
+        self._rows: queue.Queue[tuple[int, dict[str, float]]] = queue.Queue(MAX_WAITING)
         self._closing, self._failed = threading.Event(), False
         self._thread = threading.Thread(
             target=self._run, args=(service,), name="tracker", daemon=True
@@ -127,8 +128,10 @@ class Tracker:
 class WandB:
     """Weights & Biases. Steps have an axis of their own: after a resume some come again, which its own refuses."""
 
-    def start(self, *, project, name, run, workdir, config):
-        import wandb
+    def start(
+        self, *, project: str, name: str, run: str, workdir: pathlib.Path, config: Mapping
+    ) -> str:
+        import wandb  # pyright: ignore[reportMissingImports]
 
         run = run or secrets.token_hex(4)
         self._run = wandb.init(
@@ -138,19 +141,21 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
         return run
 
-    def log(self, step, row):
+    def log(self, step: int, row: Mapping[str, float]) -> None:
         self._run.log({"step": step} | dict(row))
 
-    def finish(self):
+    def finish(self) -> None:
         self._run.finish()
 
 
 class MLflow:
     """MLflow, whose names have no other signs than "_ - . /" and spaces."""
 
-    def start(self, *, project, name, run, workdir, config):
-        from mlflow.entities import Param
-        from mlflow.tracking import MlflowClient
+    def start(
+        self, *, project: str, name: str, run: str, workdir: pathlib.Path, config: Mapping
+    ) -> str:
+        from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         self._client = MlflowClient()
         if run:
@@ -167,14 +172,14 @@ class MLflow:
             self._client.log_batch(self._run, params=params[start : start + 100])
         return self._run
 
-    def log(self, step, row):
-        from mlflow.entities import Metric
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         now = int(time.time() * 1000)
         metrics = [Metric(re.sub(r"[^\w\-. /]", "_", n), v, now, step) for n, v in row.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
-    def finish(self):
+    def finish(self) -> None:
         self._client.set_terminated(self._run)
 
 

@@ -91,7 +91,11 @@ def score_interval(rows: Sequence[dict[str, float]], name: str) -> Interval:
     """`interval_of` a score's seeds, at least as wide as that of one seed's prompts: all seeds may score 0 or 1."""
     interval = interval_of([row[name] for row in rows])
     ends = [(row.get(f"{name}_low"), row[name], row.get(f"{name}_high")) for row in rows]
-    of_prompts = [max(score - low, high - score) for low, score, high in ends if low is not None]
+    of_prompts = [
+        max(score - low, high - score)
+        for low, score, high in ends
+        if low is not None and high is not None
+    ]
     widths = [*of_prompts, *filter(None, [interval.half_width])]
     return dataclasses.replace(interval, half_width=max(widths, default=interval.half_width))
 
@@ -214,7 +218,7 @@ def _figures(results: Sequence[Result]) -> list[plots.Figure]:
     colors = plots.PALETTE[: len(groups)]
     if len(groups) > len(plots.PALETTE):  # Without the map's ends, which are dark on a dark page.
         colors = matplotlib.colormaps["turbo"](np.linspace(0.12, 0.88, len(groups)))
-    scored = {label: [r for r in group if r.after] for label, group in groups.items()}
+    scored = {label: [r.after for r in group if r.after] for label, group in groups.items()}
     if any(scored.values()):
         width, height = plots.SIZE
         figures.append(
@@ -236,19 +240,19 @@ def _figures(results: Sequence[Result]) -> list[plots.Figure]:
     return figures
 
 
-def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
+def _draw_scores(axes, scored: dict[str, list[dict[str, float]]], colors) -> None:
     """A dot with its interval for each label, and a small tick for each seed."""
     axes.set_yticks(range(len(scored)), list(scored), fontsize=8)
     axes.set_ylim(len(scored) - 0.4, -0.6)
     for y, (group, color) in enumerate(zip(scored.values(), colors, strict=True)):
-        values = [r.after["greedy"] for r in group]
+        values = [row["greedy"] for row in group]
         if not values:
             continue
-        interval = score_interval([r.after for r in group], "greedy")
+        interval = score_interval(group, "greedy")
         axes.errorbar(interval.mean, y, xerr=interval.half_width, fmt="o", color=color, capsize=3)
         if len(values) > 1:
             axes.plot(values, [y] * len(values), "|", color=plots.INK, markersize=7)
-    values = [r.after["greedy"] for group in scored.values() for r in group]
+    values = [row["greedy"] for group in scored.values() for row in group]
     # Of two seeds the interval can be wider than all accuracies: it is cut off.
     axes.set_xlim(max(-0.01, min(values) - 0.1), min(1.01, max(values) + 0.1))
 

@@ -110,7 +110,7 @@ class EngineClient:
           EvaluationError: the engine died, or ended no request for ENGINE_TIMEOUT_SECS.
         """
         rid, ids = next(self._rids), np.array(tokens, np.int32)
-        request = engine_requests.Request(rid, ids, parse_sampling(sampling | overrides))
+        request = engine_requests.Request(rid, ids, parse_sampling({**sampling, **overrides}))
         async with self._places:
             try:
                 self._engine.submit(request, self._on_done)
@@ -153,5 +153,6 @@ def completion_of(done: engine_requests.Completion) -> Completion:
     for span in done.spans:
         versions[span.start : span.end] = int(span.version)
     logprobs = np.minimum(done.logprobs, 0)  # float32 rounds log 1 to a little above.
+    assert done.finish_reason is not None
     reason = done.finish_reason["type"]
     return Completion(done.output_ids, logprobs, versions, reason, routes=done.routes)

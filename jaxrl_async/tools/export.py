@@ -50,6 +50,7 @@ def export(
     model = parts.model_config_of(settings, tokenizer)
     step, params = parts.checkpoint_params(settings, workdir, step)
     if adapter:
+        assert model.lora is not None
         config = hf.write_adapter_config(model.lora, parts.base_name(settings, workdir))
         params, _ = lora.split(params)
         _write(model, tokenizer, step, params, out, dtype, config, ADAPTER)
