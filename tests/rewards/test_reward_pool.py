@@ -1,6 +1,7 @@
 """The reward pool: what a reward does costs its own call only, within its bounds, and nothing outlives the pool."""
 
 import asyncio
+import contextlib
 import re
 import signal
 import subprocess
@@ -130,11 +131,10 @@ async def impatient_pool():
 async def gone(pid):
     """Waits until a process has ended; a zombie has."""
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid):
-        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        await asyncio.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):  # It may end at every look.
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} still runs"
+            await asyncio.sleep(0.02)
 
 
 async def test_rewards_by_name_score_completions():
