@@ -14,7 +14,7 @@ from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.cli import main
 from jaxrl_async.extras.relay import sidecar
-from jaxrl_async.intake import relay
+from jaxrl_async.intake import pause_lease, relay
 from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
@@ -266,17 +266,25 @@ async def test_a_server_that_is_gone_is_named(make_server):
         server.start()
 
 
-async def test_a_pause_ends_with_its_lease(make_server):
-    server = make_server()
+async def test_a_pause_ends_with_its_lease(make_server, monkeypatch):
+    server, timers, begin = make_server(), [], pause_lease.Lease.begin
+
+    def noted(self, secs):
+        begin(self, secs)
+        timers.append(self._timer)
+
+    monkeypatch.setattr(pause_lease.Lease, "begin", noted)
     async with sidecars(server) as (address,), InferenceClient() as client:
         await SglangApi(client, address).pause(mode="retract", timeout_secs=5.0, lease_secs=0.05)
         async with asyncio.timeout(TIMEOUT_SECS):
             while server.paused or "/continue_generation" not in server.routes():
                 await asyncio.sleep(0.01)
-        await SglangApi(client, address).pause(mode="retract", timeout_secs=5.0, lease_secs=0.1)
+        pause = {"mode": "retract", "timeout_secs": 5.0, "lease_secs": 3600.0}
+        await SglangApi(client, address).pause(**pause)
+        assert server.paused and not timers[-1].cancelled()
         await SglangApi(client, address).continue_(timeout_secs=5.0)
-        await asyncio.sleep(0.2)
-    assert server.routes().count("/continue_generation") == 2
+        assert not server.paused and timers[-1].cancelled()
+    assert server.routes().count("/continue_generation") == len(timers) == 2
 
 
 async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):
