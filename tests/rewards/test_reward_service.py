@@ -30,15 +30,17 @@ from jaxrl_async.runtime.supervisor import free_port
 REWARD = "service_reward:judge"
 BOUNDS = dict(num_processes=1, timeout_secs=1.0, memory_bytes=1 << 28, calls_per_process=0)
 SOURCE = """
-import os, time
+import os, pathlib, time
 
 def judge(completion, answer, metadata):
+    if completion.startswith("/"):  # a path: the first call hangs
+        first = not os.path.exists(completion)
+        pathlib.Path(completion).touch()
+        time.sleep(60 if first else 0)
     if completion == "raise":
         raise ValueError("no such word")
     if completion == "hang":
         time.sleep(60)
-    if completion == "slow":
-        time.sleep(0.8)
     if completion == "nan":
         return float("nan")
     return {"reward": float(completion == answer), "length": len(completion), "worth": metadata["worth"]}
@@ -81,6 +83,11 @@ async def served(pool=None, address="127.0.0.1:0", **options):
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+def patient():
+    """A pool whose calls may hang for as long as a test needs."""
+    return RewardPool(REWARD, **BOUNDS | {"timeout_secs": 60.0})
 
 
 @contextlib.contextmanager
@@ -139,12 +146,15 @@ async def test_a_killed_service_is_replaced_by_another(tmp_path):
     assert [judged.reward for judged in found] == [1.0] * 8
 
 
-async def test_a_call_to_a_service_that_stops_is_asked_of_another():
-    async with served() as other, contextlib.AsyncExitStack() as stopping:
-        address = await stopping.enter_async_context(served())
+async def test_a_call_to_a_service_that_stops_is_asked_of_another(tmp_path):
+    path = tmp_path / "asked"
+    async with served(patient()) as other, contextlib.AsyncExitStack() as stopping:
+        address = await stopping.enter_async_context(served(patient()))
         async with client(address, other) as rewards:
-            call = asyncio.create_task(rewards.judge("slow", "slow", SEEN))
-            await asyncio.sleep(0.2)
+            call = asyncio.create_task(rewards.judge(str(path), str(path), SEEN))
+            async with asyncio.timeout(20):
+                while not path.exists():
+                    await asyncio.sleep(0.01)
             assert [s.running for s in rewards._services] == [1, 0]
             await stopping.aclose()
             assert (await call).reward == 1.0
