@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def store(tmp_path):
 
 @contextlib.asynccontextmanager
 async def publishing(server, store):
-    """Yields the push of a version, and the announced records."""
+    """Yields the push of a version, the announced records and the publisher."""
     announced = []
     publisher = Publisher(
         {server.address: [server.address]},
@@ -182,18 +183,19 @@ async def publishing(server, store):
         announce=lambda version, records, *_: announced.append((version, records)),
         push_timeout_secs=DEADLINE_SECS,
         poll_secs=0.02,
-        start_timeout_secs=1.0,
+        start_timeout_secs=DEADLINE_SECS,
         preflight=functools.partial(preflight, expected=EXPECTED),
     )
 
-    async def push(version):
+    async def push(version, wait=None):
+        wait = wait or functools.partial(publisher.wait, timeout_secs=DEADLINE_SECS)
         path = store.write(version, tensors(version).items(), {})
         publisher.publish(version, lambda: store.get(version), timeout_secs=DEADLINE_SECS)
-        await asyncio.to_thread(publisher.wait, version, timeout_secs=DEADLINE_SECS)
+        await asyncio.to_thread(wait, version)
         return read_manifest(path)["digest"]
 
     try:
-        yield push, announced
+        yield push, announced, publisher
     finally:
         await asyncio.to_thread(publisher.close)
 
@@ -216,7 +218,7 @@ async def generate(server, *, client=None):
 
 
 async def test_it_gets_versions_and_its_tokens_carry_them(server, store):
-    async with publishing(server, store) as (push, announced):
+    async with publishing(server, store) as (push, announced, _):
         for version in (1, 2):
             assert await push(version) == server.sum
             completion = await generate(server)
@@ -230,9 +232,17 @@ async def test_it_gets_versions_and_its_tokens_carry_them(server, store):
 
 async def test_wrong_weights_are_found_and_have_no_versions_name(server, store):
     server.reads_wrong = True
-    async with publishing(server, store) as (push, announced):
+    async with publishing(server, store) as (push, announced, publisher):
+
+        def wait(version):
+            """Until the first attempt has failed; what a wait says that ends then."""
+            deadline = time.monotonic() + DEADLINE_SECS
+            while "holds wrong" not in publisher.waits_for() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            publisher.wait(version, timeout_secs=0.0)
+
         with pytest.raises(PublisherError, match="holds wrong"):
-            await push(1)
+            await push(1, wait)
     assert announced == [] and server.name == "1-unverified" and not server.is_held
     async with InferenceClient() as client:
         with pytest.raises(ForeignVersionError, match="1-unverified"):
@@ -241,7 +251,7 @@ async def test_wrong_weights_are_found_and_have_no_versions_name(server, store):
 
 
 async def test_a_restart_is_found_and_mended(server, store):
-    async with publishing(server, store) as (push, _):
+    async with publishing(server, store) as (push, _, _):
         digest = await push(1)
         server.restart()
         async with asyncio.timeout(DEADLINE_SECS):
@@ -251,7 +261,7 @@ async def test_a_restart_is_found_and_mended(server, store):
 
 async def test_one_that_is_unfit_is_refused(server, store):
     server.layers = 3
-    async with publishing(server, store) as (push, _):
+    async with publishing(server, store) as (push, _, _):
         with pytest.raises(PublisherError, match="num_hidden_layers 3, the run's has 2"):
             await push(1)
     assert server.name == "none"
