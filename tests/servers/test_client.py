@@ -126,10 +126,14 @@ async def test_a_call_of_a_batch_is_late_by_its_own_deadline(server):
     server.version, server.streams = "0", True
     async with InferenceClient() as client:
         await generate(client, server.address)
-        server.slow["/generate"] = 0.5
+        server.paused = True
         patient = asyncio.create_task(generate(client, server.address))
         (late,) = await generate_many(client, server.address, (1,), timeout_secs=0.05)
         assert isinstance(late, ServerTimeoutError)
+        async with asyncio.timeout(10.0):
+            while not server.payloads("/abort_request"):
+                await asyncio.sleep(0.01)
+        server.paused = False
         assert (await patient).finish_reason == "length"
     assert len(server.payloads("/generate")) == 2
     assert server.payloads("/abort_request") == [{"rid": "000000000000-0000-0001-0000"}]
