@@ -52,8 +52,8 @@ def runner_of(function):
     )
 
 
-def pool(reward="fixtures.sums:sums"):
-    bounds = {"timeout_secs": 0.5, "memory_bytes": 0, "calls_per_process": 0}
+def pool(reward="fixtures.sums:sums", timeout_secs=WAIT_SECS):
+    bounds = {"timeout_secs": timeout_secs, "memory_bytes": 0, "calls_per_process": 0}
     return RewardPool(reward, num_processes=2, **bounds)
 
 
@@ -254,9 +254,8 @@ def test_a_reward_that_hangs_or_crashes_is_not_right_and_is_counted(tmp_path, mo
         "    return float(completion.startswith(('0', '2')))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    row = scored(
-        runner_of(single_turn), sums.Engine(), functools.partial(pool, "hostile_reward:reward")
-    )
+    hostile = functools.partial(pool, "hostile_reward:reward", timeout_secs=1.0)
+    row = scored(runner_of(single_turn), sums.Engine(), hostile)
     assert row["greedy"] == row["pass@1"] == pytest.approx(2 / 6)
     assert row["num_failed"] == 6
     assert "6 of 18 rollouts or rewards failed and count as not right" in caplog.text
