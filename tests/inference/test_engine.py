@@ -1058,7 +1058,7 @@ def test_conversations_in_a_crowd_have_the_bits_that_each_has_alone():
                 )
                 for i in rng.permutation(7).tolist()
             ]
-            for future, one in zip([submit(engine, r) for r in requests], requests, strict=True):
+            for future, one in zip(submit_together(engine, requests), requests, strict=True):
                 done, i = wait(future), int(one.rid[2:])
                 asked.append((one, done))
                 cached += done.cached_tokens
