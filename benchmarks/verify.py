@@ -85,6 +85,7 @@ MEASURES = {
     "weights_distributed": "publishing versions intake servers",
     "weights_prepared": "publishing versions intake servers",
     "which_loss": "objectives learner inference",
+    "which_loss_smollm2": "objectives learner inference",
     "wire": "rollout servers inference",
 }
 SCRIPTS = {
@@ -401,6 +402,19 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     yield "which_loss", PAGE, text.format(*less)
     agree = sum(row["overlap"] for row in found["check"])
     yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
+    found = result("which_loss_smollm2")
+    rates = {(row["method"], row["staleness"]): row["accuracy"] for row in found["choosing"]}
+    for row in found["table"]:
+        cell = row["method"], row["staleness"]
+        chosen = [_dot(one["mean"]) for one in rates[cell].values()]
+        ends = [
+            _dot(run["curve"][-1][1])
+            for run in found["runs"]
+            if (run["method"], run["staleness"]) == cell and run["seed"] != 100
+        ]
+        own = f"{', '.join(ends)} ({_rate(row['rate'])})"
+        first = f"| {names[row['method']]} | {row['staleness']}"
+        yield "which_loss_smollm2", METHODS, f"{first} | {' | '.join(chosen)} | {own} |"
     shape = result("anchors")["shapes"]["17m"]
     plain, remat = (shape[k]["steps"]["recompute"]["over_behavior"] for k in ("no remat", "remat"))
     text = f"| {plain['median']:.2f}x ({remat['median']:.2f}x with remat) | quartiles "

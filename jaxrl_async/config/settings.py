@@ -338,7 +338,7 @@ class Learner:
         "takes the best that fits device, model and rows, of all but `cudnn`.",
         choices=ATTENTION_KERNELS)
     gradient_sums: str = setting("compiler", "What sums gradients of matrices over devices: the `compiler`, or a "
-        "`ring` of permutes, which computation hides: for slices of 32 TPUs v5e or v6e, or more.",
+        "`ring` of permutes, which computation hides: for slices of 64 TPUs v6e.",
         choices=("compiler", "ring"), since="0.2.0")
     replay_routes: str = setting("auto", "Replay the engine's choice of experts: where servers return it (`auto`), or "
         "refuse servers that do not (`on`), or never (`off`): the router decides, and is compared with it.",
