@@ -23,7 +23,7 @@ def text(fit: Fit) -> str:
         f"slices {plan['slices']} · data {plan['data']} · fsdp {plan['fsdp']} · expert {plan['expert']} · "
         f"context {plan['context']} · tensor {plan['tensor']} · "
         f"{plan['microbatch_rows']} rows of {plan['row_tokens']:,} tokens · remat {plan['remat']} · "
-        f"attention {plan['attention']}",
+        f"attention {plan['attention']} · gradients summed by the {plan['gradient_sums']}",
         *_engine(fit, unit, divisor),
         "",
         f"{unit} a device:",

@@ -305,6 +305,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         "num_minibatches": learner.num_minibatches,
         "remat": config.remat,
         "attention": train_step.attention_kernel,
+        "gradient_sums": learner.gradient_sums,
     }
     state = train_step.abstract_state()
     opt_bytes, param_bytes = _bytes_of_one(state.opt_state), _bytes_of_one(state.params)

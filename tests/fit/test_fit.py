@@ -481,6 +481,7 @@ def a_fit(name="v5e-4", needed=2 << 30, **values) -> programs.Fit:
         "row_tokens": 128,
         "remat": True,
         "attention": "splash",
+        "gradient_sums": "ring",
     }
     return programs.Fit(target_of(name), plan, (program,), **values)
 
@@ -501,6 +502,7 @@ def test_servers_with_devices_of_their_own_need_no_more_than_one_has():
     assert fit.fits and fit.needed_bytes == 6 << 30
     assert page.verdict(fit) == "fits: decode needs 6.00 of 16.00 GiB (62% free)"
     shown = page.text(fit)
+    assert " · attention splash · gradients summed by the ring\n" in shown
     assert "embedded servers: 1, each on a device of its own · 8 slots of 64 tokens" in shown
     assert "keys and values 0.75 GiB · weights 0.50, twice" in shown and "\nprefill " in shown
     assert not a_fit(engine=an_engine(17 << 30)).fits
