@@ -11,10 +11,11 @@ import pytest
 from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async import active_clock
-from jaxrl_async.publishing import health
+from jaxrl_async.active_clock import ActiveClock
+from jaxrl_async.publishing import health, keeper
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.health import Server, Table
-from jaxrl_async.publishing.keeper import Course, Keeper
+from jaxrl_async.publishing.keeper import TURN_SHARE, Course, Keeper
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import ServerRecord, SupersededError
@@ -112,6 +113,27 @@ def start(queue, store):
         publisher.close()
 
 
+class Clock:
+    """Stands still until the test lets it run."""
+
+    def __init__(self):
+        self._start = None  # monotonic seconds
+
+    def __call__(self):
+        return 0.0 if self._start is None else time.monotonic() - self._start
+
+    def run(self):
+        self._start = time.monotonic()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of the publisher's deadlines: none passes before its servers have done what the test wants of them."""
+    clock = Clock()
+    monkeypatch.setattr(keeper, "ActiveClock", functools.partial(ActiveClock, clock))
+    return clock
+
+
 def keeper_of(*, poll_secs):
     """A keeper of a server that holds nothing, never started."""
     course = Course(transport=None, pin=None, poll_secs=poll_secs, push_timeout_secs=WAIT_SECS)
@@ -148,6 +170,18 @@ def test_versions_go_up_and_may_repeat_under_a_new_run_epoch_only(queue, servers
 
 def push(publisher, version, write, **kwargs):
     publisher.publish(version, write(version), timeout_secs=WAIT_SECS, **kwargs)
+    publisher.wait(version, timeout_secs=WAIT_SECS)
+
+
+def holds(server, version):
+    return f"{server.address} is HEALTHY (holds version {version})"
+
+
+def push_past_deadline(publisher, version, write, clock, *described):
+    """A push whose deadline runs from when the publisher says all of this of its servers."""
+    publisher.publish(version, write(version), timeout_secs=WAIT_SECS)
+    wait_until(lambda: all(words in publisher.waits_for() for words in described))
+    clock.run()
     publisher.wait(version, timeout_secs=WAIT_SECS)
 
 
@@ -213,24 +247,25 @@ def test_a_wait_for_a_push_ends_when_it_should_stop(queue, servers, start, write
     assert answers == [] and queue.published == []
 
 
-def test_the_first_push_names_a_server_that_never_answered(queue, servers, start, write):
+def test_the_first_push_names_a_server_that_never_answered(queue, servers, start, write, clock):
     absent = FakeServer()
     publisher = start([*servers, absent], start_timeout_secs=2.0)
-    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    states = [*(holds(server, 0) for server in servers), f"{absent.address} is DEAD"]
     with pytest.raises(
         PublisherError,
         match=rf"version 0 .*2 of 3 .* 2 s.*{absent.address} .*DEAD .*/model_info",
     ):
-        publisher.wait(0, timeout_secs=WAIT_SECS)
+        push_past_deadline(publisher, 0, write, clock, *states)
     assert queue.published == []
 
 
 def test_a_quorum_lets_the_first_push_go_on_without_a_server_that_never_answers(
-    queue, servers, start, write
+    queue, servers, start, write, clock
 ):
     absent = FakeServer()
     publisher = start([*servers, absent], start_timeout_secs=1.0, quorum=0.5)
-    push(publisher, 0, write)
+    states = [*(holds(server, 0) for server in servers), f"{absent.address} is DEAD"]
+    push_past_deadline(publisher, 0, write, clock, *states)
     assert queue.last(absent) == ("DEAD", None)
     assert [queue.last(s) for s in servers] == [("HEALTHY", 0)] * 2
     push(publisher, 1, write)
@@ -251,16 +286,15 @@ def test_a_resumed_run_waits_for_a_quorum_and_one_attempt_at_each_server(
 @pytest.mark.parametrize(
     ("num_absent", "quorum", "needed"), [(0, 1.0, 2), (1, 0.5, 2), (1, 0.7, 3), (2, 0.5, 2)]
 )
-def test_a_quorum_is_rounded_up(servers, start, write, num_absent, quorum, needed):
+def test_a_quorum_is_rounded_up(servers, start, write, clock, num_absent, quorum, needed):
     absent = [FakeServer() for _ in range(num_absent)]
     servers[0].stop()
     publisher = start(
         [*servers, *absent], quorum=quorum, start_timeout_secs=1.5, is_resumed=bool(num_absent % 2)
     )
-    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
     message = rf"1 of {2 + num_absent} .* 1\.5 s.* {needed} must .*server\.quorum = {quorum:g}"
     with pytest.raises(PublisherError, match=message):
-        publisher.wait(0, timeout_secs=WAIT_SECS)
+        push_past_deadline(publisher, 0, write, clock, holds(servers[1], 0))
     servers[0].start()
 
 
@@ -288,12 +322,14 @@ def test_after_a_stop_of_the_process_a_fresh_attempt_comes_first(
     assert states == {"HEALTHY"} and queue.versions == [0, 1]
 
 
-def test_a_late_server_is_stale_until_it_holds_the_current_version(queue, servers, start, write):
+def test_a_late_server_is_stale_until_it_holds_the_current_version(
+    queue, servers, start, write, clock
+):
     good, late = servers
     publisher = start(servers, push_timeout_secs=1.5)
     push(publisher, 0, write)
     late.hang.add("/update_weights_from_disk")
-    push(publisher, 1, write)
+    push_past_deadline(publisher, 1, write, clock, holds(good, 1))
     assert (queue.versions[-1], queue.last(good), queue.last(late)) == (
         1,
         ("HEALTHY", 1),
@@ -315,13 +351,17 @@ def test_a_server_that_takes_the_version_before_during_a_push_is_stale_after_it(
     push(publisher, 0, write)
     late.fail[update] = (400, "not now")
     push(publisher, 1, write)
-    late.slow[update] = 0.2
-    late.calls.clear()
+    loads, loads_late = gated(good), gated(late)
     late.fail.clear()
-    queue.wait_for(lambda: late.payloads(update))  # It takes version 1 …
-    late.hang.add(update)  # … and will not take version 2.
-    good.slow[update] = 0.6
-    push(publisher, 2, write)
+    late.calls.clear()
+    wait_until(lambda: late.payloads(update))
+    late.hang.add(update)  # It takes version 1, and will not take version 2.
+    publisher.publish(2, write(2), timeout_secs=WAIT_SECS)
+    wait_until(lambda: len(good.payloads(update)) == 3)
+    loads_late.set()
+    queue.wait_for(lambda: queue.last(late) == ("HEALTHY", 1))
+    loads.set()
+    publisher.wait(2, timeout_secs=WAIT_SECS)
     records = [(version, states[late.address]) for version, states, _ in queue.published]
     assert (1, ("HEALTHY", 1)) in records
     assert [record for version, record in records if version == 2] == [("STALE", 1)]
@@ -438,12 +478,18 @@ def test_a_server_without_digests_is_polled_for_its_version(queue, servers, star
     assert set(silent.routes()) == {"/model_info"} and len(queue.published) == 1
 
 
-def test_an_update_that_hangs_is_tried_again_at_every_poll(queue, servers, start, write):
-    _, hanging = servers
-    publisher = start(servers, push_timeout_secs=0.2)
+def test_an_update_that_hangs_is_tried_again_at_every_poll(queue, servers, start, write, clock):
+    good, hanging = servers
+
+    async def transport(client, address, **kwargs):
+        if address == good.address:
+            kwargs["timeout_secs"] = WAIT_SECS
+        await DISK(client, address, **kwargs)
+
+    publisher = start(servers, push_timeout_secs=0.2, transport=transport)
     push(publisher, 0, write)
     hanging.hang.add("/update_weights_from_disk")
-    push(publisher, 1, write)
+    push_past_deadline(publisher, 1, write, clock, holds(good, 1))
     wait_until(lambda: len(hanging.payloads("/update_weights_from_disk")) >= 4)
     states = [(version, states[hanging.address]) for version, states, _ in queue.published]
     assert states == [(0, ("HEALTHY", 0)), (0, ("STALE", 0)), (1, ("STALE", 0))]
@@ -515,7 +561,7 @@ def test_a_router_gets_requests_when_every_server_behind_it_that_lives_holds_the
     queue, servers, start, write
 ):
     one, two = servers
-    publisher = start(servers, push_timeout_secs=1.0, router=ROUTER)
+    publisher = start(servers, router=ROUTER)
     push(publisher, 0, write)
     assert [(v, states) for v, states, _ in queue.published] == [(0, {ROUTER: ("HEALTHY", 0)})]
     two.fail["/update_weights_from_disk"] = (500, "not now")
@@ -530,11 +576,12 @@ def test_a_router_gets_requests_when_every_server_behind_it_that_lives_holds_the
     assert queue.published[-1][:2] == (2, {ROUTER: ("HEALTHY", 2)})
 
 
-def test_a_router_that_stays_stale_ends_the_run(queue, servers, start, write):
+def test_a_router_that_stays_stale_ends_the_run(queue, servers, start, write, clock):
     publisher = start(servers, push_timeout_secs=0.4, router=ROUTER)
     push(publisher, 0, write)
     servers[1].fail["/update_weights_from_disk"] = (400, "wrong shapes")
     push(publisher, 1, write)
+    clock.run()
     with pytest.raises(PublisherError, match=r"(?s)no HEALTHY .* 0\.4 s.*wrong shapes"):
         publisher.wait(2, timeout_secs=WAIT_SECS)
 
@@ -603,28 +650,30 @@ def test_a_server_that_wakes_in_an_attempt_gets_another(
 
 
 def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
-    queue, servers, start, write
+    queue, servers, start, write, clock
 ):
     refusing, dead = servers
     publisher = start(servers, push_timeout_secs=0.5, start_timeout_secs=1.0)
     push(publisher, 0, write)
     refusing.fail["/update_weights_from_disk"] = (400, "wrong shapes")
     dead.drop.update({"/model_info", "/pause_generation"})
-    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    states = [f"{refusing.address} is STALE", "wrong shapes", f"{dead.address} is DEAD"]
     with pytest.raises(
         PublisherError,
         match=rf"(?s)no HEALTHY .*version 1.*{refusing.address} .*STALE .*wrong shapes.*"
         rf"{dead.address} .*DEAD ",
     ):
-        publisher.wait(1, timeout_secs=WAIT_SECS)
+        push_past_deadline(publisher, 1, write, clock, *states)
     assert 1 not in queue.versions
 
 
-def test_no_healthy_server_between_pushes_is_an_error_too(servers, start, write):
+def test_no_healthy_server_between_pushes_is_an_error_too(queue, servers, start, write, clock):
     publisher = start(servers, push_timeout_secs=0.3, start_timeout_secs=2.0)
     push(publisher, 0, write)
     for server in servers:
         server.drop.add("/model_info")
+    queue.wait_for(lambda: [queue.last(s)[0] for s in servers] == ["DEAD", "DEAD"])
+    clock.run()
     with pytest.raises(PublisherError, match=r"no HEALTHY .* 2 s.*DEAD"):
         publisher.wait(1, timeout_secs=WAIT_SECS)
 
@@ -645,13 +694,15 @@ def test_one_server_that_fails_once_is_tried_again_within_the_deadline(
 
 def test_one_push_is_in_flight_at_most_and_the_wait_has_a_name(servers, start, write):
     publisher = start(servers)
-    release = threading.Event()
+    writes, release = threading.Event(), threading.Event()
 
     def slow():
+        writes.set()
         assert release.wait(WAIT_SECS)
         return write(0)()
 
     publisher.publish(0, slow, timeout_secs=WAIT_SECS)
+    assert writes.wait(WAIT_SECS)
     with pytest.raises(PublisherError, match=r"waits for version 0 .*written"):
         publisher.publish(1, write(1), timeout_secs=0.05)
     release.set()
@@ -858,8 +909,8 @@ def test_a_want_of_file_descriptors_here_is_no_servers_illness(
     assert "file descriptors" in caplog.text
 
 
-def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
-    _, slow = servers
+def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write, clock):
+    good, slow = servers
     pushed, gate = [], threading.Event()
 
     async def transport(client, address, *, version, is_wanted, **kwargs):
@@ -869,11 +920,13 @@ def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
                 await asyncio.sleep(0.005)
             gate.set()
             raise ObsoleteVersionError(address, "", "dropped", retryable=True)
+        kwargs["timeout_secs"] = WAIT_SECS
         await DISK(client, address, version=version, is_wanted=is_wanted, **kwargs)
 
     publisher = start(servers, push_timeout_secs=0.5, transport=transport)
     push(publisher, 0, write)
-    push(publisher, 1, write)  # The slow one is late …
+    # The slow one is late …
+    push_past_deadline(publisher, 1, write, clock, holds(good, 1))
     assert queue.last(slow) == ("STALE", 0) and not gate.is_set()
     push(publisher, 2, write)  # … and takes the next one at once.
     queue.wait_for(lambda: queue.last(slow) == ("HEALTHY", 2))
@@ -957,7 +1010,8 @@ def test_a_list_with_a_bad_line_ends_the_publisher_at_its_first_reading(start, t
 
 def test_a_roll_pauses_one_server_after_the_other_and_all_stay_healthy(queue, start, write):
     with started(4) as servers:
-        publisher = start(servers, max_paused=1)
+        # So long that no other's turn begins before the test ends one.
+        publisher = start(servers, max_paused=1, push_timeout_secs=WAIT_SECS / TURN_SHARE)
         push(publisher, 0, write)
         assert publisher.metrics()["weights/paused_secs"] > 0
         num_announced, most = len(queue.published), 0
