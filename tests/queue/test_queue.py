@@ -203,11 +203,17 @@ async def test_a_second_submission_of_a_group_is_ignored():
 
 
 async def test_a_permit_that_timed_out_is_never_trained_twice():
-    async with opened(permit_timeout_secs=0.2) as queue:
+    now = 0.0
+    async with opened(clock=lambda: now, permit_timeout_secs=1.0) as queue:
         await queue.publish(0)
         late, *others = await queue.client.admit(4, 1.0)
         for permit in others:
             await queue.client.submit(group(permit))
+        now += 1.5  # A longer time would be a stop of the queue.
+        async with asyncio.timeout(HANG_SECS):
+            while not (await queue.status()).returned:
+                await asyncio.sleep(0.01)
+        now += 1.0  # after its back-off
         assert await queue.client.admit(4, 300.0) == [Permit(0, 1)]
         assert await queue.client.submit(group(late)) == "stale"
         assert await queue.client.submit(group(Permit(0, 1))) == "held"
