@@ -21,6 +21,7 @@ from fixtures.queues import (
     journaled,
     opened,
     served,
+    service_ends,
     worker_of,
 )
 from hypothesis import strategies as st
@@ -771,7 +772,7 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
             with pytest.raises(QueueError, match="j: .*full"):
                 for permit in await queue.client.admit(12, 5.0):
                     await queue.client.submit(group(permit, num_tokens=60))
-            await asyncio.sleep(1.0)  # The service checks its journal.
+            await service_ends()  # It checks its journal.
     # Every answered event is there, and a queue with room starts from it.
     again = Journal(tmp_path / "j", batch_groups=4)
     state, messages, *_ = again.recover()
@@ -795,7 +796,7 @@ async def test_a_queue_without_memory_ends_and_the_next_one_has_what_was_answere
             with monkeypatch.context() as patch, pytest.raises(ConnectionError, match="of memory"):
                 patch.setattr(queue.journal, "submitted", fail)
                 await worker.submit(group(permits[1]))
-            await asyncio.sleep(1.0)  # The service ends with its next tick.
+            await service_ends()
     async with journaled(path) as queue:
         outcomes = [await queue.client.submit(group(permit)) for permit in permits]
         assert outcomes == ["duplicate", "held", "held", "held"]
