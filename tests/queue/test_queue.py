@@ -634,6 +634,9 @@ async def test_a_failure_that_a_worker_reports_ends_a_run_without_a_group():
 async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():
     async with opened() as queue:
         lease = asyncio.create_task(queue.lease(1))
+        async with asyncio.timeout(HANG_SECS):
+            while not queue.waited:  # Its first attempt waits for a moment alone.
+                await asyncio.sleep(0.01)
         await until_waits(queue, r"^lease of step 1: 0 of 4 groups; .*version.*, for \d+\.\d s$")
         with contextlib.closing(Glance(queue.address)) as glance:
             shown = await asyncio.to_thread(glance)
