@@ -881,7 +881,7 @@ async def test_a_worker_that_is_cancelled_ends_its_requests_and_then_leaves_its_
 
 async def test_a_rollout_role_that_gets_sigterm_leaves_its_permits_at_once(servers, tmp_path):
     servers[0].hang.add("/generate")
-    async with opened() as queue, connected(queue.address) as other:
+    async with opened(hang_secs=150.0) as queue, connected(queue.address) as other:
         await queue.publish(0, [ServerRecord(servers[0].address, "HEALTHY", 0)])
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "jaxrl_async", "train", "--role=rollout", "--index=0"),
