@@ -8,6 +8,7 @@ import logging
 import pathlib
 import re
 import sys
+import threading
 import time
 
 import numpy as np
@@ -1490,12 +1491,13 @@ async def real_queue(**changes):
 TIMEOUTS = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0, "outage_secs": 20.0}
 
 
-def first_step(address, servers, timeout_secs):
-    """What a learner is leased for step 1 from servers that hold version 0."""
+def first_step(address, servers, timeout_secs, begins=None):
+    """What a learner is leased for step 1 from servers that hold version 0, once an event is set."""
     for server in servers:
         server.version = "0"
     with learner_of(address) as learner:
         learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
+        assert begins is None or begins.wait(20.0)
         return list(learner.lease(1, timeout_secs, lambda: None))
 
 
@@ -1538,8 +1540,15 @@ async def test_a_step_is_filled_with_the_groups_that_are_not_dropped(servers, ma
 
 async def test_a_learner_for_whom_everything_is_dropped_is_told_so(servers, make_worker):
     async with real_queue() as address, worker_of(address) as queue:
-        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 0.5))
-        await work_until(make_worker(queue=queue, drop_equal_rewards=True), lease.done)
-    dropped = r"step 1: 0 of 3 groups; .*; prompts retired so far: \d+ as equal_rewards; gave up"
-    with pytest.raises(TimeoutError, match=dropped):
+        worker, dropped = make_worker(queue=queue, drop_equal_rewards=True), threading.Event()
+        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 0.5, dropped))
+
+        def done():
+            if worker.statistics.returned:
+                dropped.set()
+            return lease.done()
+
+        await work_until(worker, done)
+    said = r"step 1: 0 of 3 groups; .*; prompts retired so far: \d+ as equal_rewards; gave up"
+    with pytest.raises(TimeoutError, match=said):
         lease.result()
