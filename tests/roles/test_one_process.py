@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 
 import jax
@@ -138,8 +137,10 @@ async def test_reports_and_the_table_of_servers_arrive(opened):
 
 
 async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(monkeypatch, tmp_path):
+    released = threading.Event()
+
     def read(*_):
-        time.sleep(0.5)
+        assert released.wait(CALL_SECS)
         raise ValueError("read")
 
     monkeypatch.setattr(rollout_role, "STATUS_SECS", 0.05)
@@ -147,8 +148,9 @@ async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(mon
     async with direct() as queue:
         of = {"client": DirectClient({}), "queue": queue.client}
         working = asyncio.create_task(rollout_role.work(Settings(), tmp_path, 0, **of))
-        await asyncio.sleep(0.2)
-        status = await queue.status()
+        async with asyncio.timeout(CALL_SECS / 2):
+            while not (status := await queue.status()).roles:
+                await asyncio.sleep(0.02)
         assert [role.role for role in status.roles] == ["rollout-0"] and not working.done()
         (wait,) = status.roles[0].waits
         assert wait.on == "its task 'arithmetic', which is imported and read"
@@ -156,6 +158,7 @@ async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(mon
         status = dataclasses.replace(status, roles=(learner, *status.roles))
         assert "rollout-0 waits for its task" in stage_of(status, "")
         assert "end of the chain: rollout-0 and its task" in explain(status, [], None)
+        released.set()
         with pytest.raises(ValueError, match="read"):
             await working
 
