@@ -302,8 +302,9 @@ class Publisher(Course):
         timeout_secs = self.start_timeout_secs if first else self.push_timeout_secs
         await self._wait(delivered, timeout_secs)
         if not self._num_holding():
+            # For the first one that holds it: the others had their time.
             left = self.start_timeout_secs - timeout_secs
-            await self._wait(lambda: delivered() or not self._may_recover(), left)
+            await self._wait(lambda: self._num_holding() > 0 or not self._may_recover(), left)
         self._end_push(first, timeout_secs)
         self._healthy_at = self.active.now()
 

@@ -649,6 +649,20 @@ def test_a_server_that_wakes_in_an_attempt_gets_another(
     assert queue.last(server) == ("HEALTHY", 1)
 
 
+def test_a_server_that_was_late_ends_a_push_beside_one_that_hangs(queue, servers, start, write):
+    """Both miss push_timeout_secs, and one of them for good: the push waits for neither's start_timeout_secs."""
+    late, hanging = servers
+    publisher = start(servers, push_timeout_secs=0.5, start_timeout_secs=3600.0)
+    push(publisher, 0, write)
+    for server in servers:
+        server.hang.add("/update_weights_from_disk")
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    queue.wait_for(lambda: {queue.last(server) for server in servers} == {("STALE", 0)})
+    late.hang.clear()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert (queue.last(late), queue.last(hanging)) == (("HEALTHY", 1), ("STALE", 0))
+
+
 def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
     queue, servers, start, write, clock
 ):
