@@ -11,7 +11,7 @@ learner     Whole updates (accumulate, update with Adam) of Qwen3-0.6B's and Qwe
             memory in use, and the kernels that the device ran longest.
 engine      The embedded engine's programs, 64 slots of 2,048 tokens, half full: a step of decode beside the time in
             which this device reads weights and filled keys and values once, at the rate of its copy and at the data
-            sheet's; prefill of rows of 2,048.
+            sheet's; prefill of rows of 2,048, in the engine's blocks.
 tests       `pytest -m accelerator`: kernels against the reference, offloaded moments, determinism.
 quickstart  configs/quickstart.py in one process: its scores, seconds a step.
 mismatch    The same task by a model of 4 layers of 512 in bfloat16, periodic: |learner's − engine's log-prob| of every
@@ -337,25 +337,30 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     params = sharding.init_sharded(config, shapes.one_device(), seed=0)
     params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, shapes_.params)
     start = time.perf_counter()
-    prefill = shapes_.trace_prefill(total).lower().compile()
+    block = shapes_.block
+    prefills = [
+        shapes_.trace_prefill(block, continues).lower().compile()
+        for continues in (False, True)[: 1 + (block < total)]
+    ]
     decode = shapes_.trace_decode().lower().compile()
     apart = shapes_.layers and shapes_.trace_apart().lower().compile()
     compile_secs = time.perf_counter() - start
     cache = jax.tree.map(
         lambda x: jax.numpy.zeros(x.shape, x.dtype), shapes_.cache, is_leaf=lambda x: hasattr(x, "dtype")
     )  # fmt: skip
-    rng, num_rows = np.random.default_rng(0), shapes_.max_rows(total)
+    rng, num_rows = np.random.default_rng(0), shapes_.max_rows(block)
     prefill_secs, decode_secs = [], []
-    for first in (
-        *range(0, slots, num_rows),
-        0,
-    ):  # Every slot has numbers of its own; the first call is not counted.
-        prompts = shapes_.empty_prompts(total)
-        prompts.tokens[:] = rng.integers(0, config.vocab_size, prompts.tokens.shape)
-        prompts.lengths[:], prompts.num_rows[...] = total, num_rows
+    # Every slot has numbers of its own; the first rows are not counted.
+    for first in (*range(0, slots, num_rows), 0):
+        prompts = shapes_.empty_prompts(block)
+        prompts.lengths[:], prompts.num_rows[...] = block, num_rows
         prompts.slots[:] = np.arange(first, first + num_rows) % slots
         start = time.perf_counter()
-        cache = jax.block_until_ready(prefill(params, cache, prompts))
+        for begin in range(0, total, block):
+            prompts.tokens[:] = rng.integers(0, config.vocab_size, prompts.tokens.shape)
+            prompts.starts[:] = begin
+            cache = prefills[begin > 0](params, cache, prompts)
+        jax.block_until_ready(cache)
         prefill_secs.append(time.perf_counter() - start)
     filled, for_decode = total // 2, (params, apart and apart(params["blocks"]))
     for _ in range(4):

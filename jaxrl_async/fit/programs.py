@@ -358,15 +358,17 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         max_kept=parts.record_of(settings).max_kept,
         device=device,
     )
-    tokens = shapes.buckets[-1]
+    tokens, block = server.max_total_tokens, shapes.block
     row = flops.of_model(config, 1, tokens, backward=False)
+    whole, before = (
+        flops.of_model(config, 1, n, backward=False, logits=False) if n else 0
+        for n in (tokens, tokens - block)
+    )
     programs = {
         # A step decodes a token for each slot, which attends to half of the cache on average.
         "decode": (shapes.trace_decode, server.num_slots * row / tokens),
-        "prefill": (
-            lambda: shapes.trace_prefill(tokens),
-            flops.of_model(config, 1, tokens, backward=False, logits=False),
-        ),
+        # The last block of the longest row.
+        "prefill": (lambda: shapes.trace_prefill(block, block < tokens), whole - before),
     }
     weights, cache = _bytes(shapes.params), _bytes(shapes.cache)
     version = _bytes(lora.split(shapes.params)[0]) if config.lora else weights

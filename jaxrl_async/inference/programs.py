@@ -6,6 +6,7 @@ requests or versions.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,9 +20,9 @@ from jaxrl_async.models import attention, experts, gpu_decode, transformer
 from jaxrl_async.models.state import mapped
 
 _MIN_BUCKET = 16
-# Tokens of a row that a prefill computes at a time, where it goes on from those before. On other platforms no kernel
-# does, and a row is computed whole.
-_BLOCK_TOKENS = {"cpu": 64}
+# Tokens of a row that a prefill computes at a time, where it goes on from those before: on an accelerator enough of
+# them to be worth the weights that are read for them.
+_CPU_BLOCK_TOKENS, _BLOCK_TOKENS = 64, 1024
 MAX_TOP = 20  # of the most probable tokens
 _SCORED_TOGETHER = 32  # tokens whose logits are in memory at a time
 MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
@@ -103,15 +104,28 @@ class Shapes:
             self.layers = jax.eval_shape(transformer.layers_apart, self.params["blocks"])
         self.cache = transformer.KVCache(keys, keys, self._routes(max_total_tokens))
         self.buckets = tuple(_buckets(max_total_tokens))
-        self.block = min(
-            max_total_tokens, _BLOCK_TOKENS.get(self._device.platform, max_total_tokens)
-        )
+        self.block = self._block()
         # Of prefills, whether they go on from earlier blocks, and their widths. The last block of the longest row has a
         # width of its own: a write that passes the cache's end would be moved.
         rest, last = max_total_tokens - self.block, max_total_tokens % self.block
         later = {width for width in (*_buckets(self.block), last) if 0 < width <= rest}
         self.prefills = [(False, width) for width in _buckets(self.block)]
         self.prefills += [(True, width) for width in sorted(later)]
+
+    def _block(self) -> int:
+        """Tokens that a prefill computes at a time; the longest row where no kernel of the device goes on in it."""
+        total = self._max_total_tokens
+        if self._device.platform == "cpu":
+            return min(total, _CPU_BLOCK_TOKENS)
+        block = math.gcd(total, _BLOCK_TOKENS)
+        return block if self._kernel(block, continues=True) in attention.IN_PASSES else total
+
+    def _kernel(self, width: int, *, continues: bool) -> str:
+        c = self.config
+        kernel = attention.choose("auto", self._device, width, c.dtype, c.windows, c.head_dim)
+        if continues and kernel == "splash" and self._max_total_tokens % width:
+            return "xla"
+        return kernel
 
     def _routes(self, max_total_tokens):
         """Of the experts of each cached token, as keys lie; None without experts."""
@@ -145,9 +159,8 @@ class Shapes:
 
     def trace_prefill(self, width: int, continues: bool = False) -> jax.stages.Traced:
         """The program of `Programs.prefill` for blocks of a width, which begin their rows or go on from others."""
-        c = self.config
-        kernel = attention.choose("auto", self._device, width, c.dtype, c.windows, c.head_dim)
-        prefill = functools.partial(_prefill, transformer.graphdef(c), kernel, continues)
+        kernel = self._kernel(width, continues=continues)
+        prefill = functools.partial(_prefill, transformer.graphdef(self.config), kernel, continues)
         return self._trace(prefill, self.params, self.cache, self.empty_prompts(width))
 
     def max_rows(self, width: int) -> int:
@@ -384,8 +397,10 @@ def _prefill(graphdef, kernel, continues, params, cache, prompts):
         given = experts.Given(segments > 0, segments)
         ids, attend, held = *attention.of_rows(kernel, segments), None
         if continues:
-            held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, 1), cache)
-            attend = functools.partial(attention.continued_attention, start)
+            axis = 0 if isinstance(cache.k, tuple) else 1
+            held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis), cache)
+            held = held.together()
+            attend = functools.partial(attention.continued_attention, kernel, start)
         _, new = model.prefill(prompts.tokens[row][None], index + start, ids, attend, given, held)
         if apart := isinstance(cache.k, tuple):
             new = new.apart()

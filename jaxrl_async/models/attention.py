@@ -193,10 +193,12 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
-def continued_attention(start, k_BNSC, v_BNSC, q_BTHC, k_BTNC, v_BTNC, ids):
+def continued_attention(kernel, start, k_BNSC, v_BNSC, q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` of tokens that go on from others, whose keys and values a cache holds at [0, start).
 
     Args:
+      kernel: one of IN_PASSES, or "xla", which computes the scores of all of the cache. "splash" takes a `start` that T
+        divides, and T divides S.
       start: int32 [], start + T ≤ S.
       k_BNSC, v_BNSC: the cache; what lies behind `start` is not read.
       q_BTHC, k_BTNC, v_BTNC, ids: of the tokens, as of `causal_attention`, without prefixes.
@@ -209,10 +211,18 @@ def continued_attention(start, k_BNSC, v_BNSC, q_BTHC, k_BTNC, v_BTNC, ids):
         for held, new in ((k_BNSC, k_BTNC), (v_BNSC, v_BTNC))
     )
     queries = _tokens_of(*ids)
+    queries = queries._replace(index=queries.index + start)
     index_1S = jnp.arange(k_BNSC.shape[2], dtype=jnp.int32)[None]
-    keys = _Tokens(index_1S, jnp.ones_like(index_1S), None, index_1S, None)
-    seen_BTS = _allowed(queries._replace(index=queries.index + start), keys)
-    return cached_attention(q_BTHC, k_BNSC, v_BNSC, seen_BTS)
+    if kernel not in IN_PASSES:
+        keys = _Tokens(index_1S, jnp.ones_like(index_1S), None, index_1S, None)
+        return cached_attention(q_BTHC, k_BNSC, v_BNSC, _allowed(queries, keys))
+    end = start + jnp.sum(queries.segment != 0)
+    keys = _Tokens(index_1S, (index_1S < end).astype(jnp.int32), None, index_1S, None)
+    if kernel == "splash":
+        q_BHTC = (q_BTHC * q_BTHC.shape[-1] ** -0.5).swapaxes(1, 2)
+        return _in_passes(_SPLASH, q_BHTC, k_BNSC, v_BNSC, queries, keys).swapaxes(1, 2)
+    k_BSNC, v_BSNC = k_BNSC.swapaxes(1, 2), v_BNSC.swapaxes(1, 2)
+    return _in_passes(_ON_GPU[kernel], q_BTHC, k_BSNC, v_BSNC, queries, keys)
 
 
 def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, ids):
@@ -238,13 +248,13 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
 
 def mosaic_gpu_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` by tokamax's kernel for Hopper, in bfloat16. Segments are contiguous, T a multiple of 128."""
-    attend = functools.partial(_in_passes, _MOSAIC_GPU)
+    attend = functools.partial(_in_passes, _ON_GPU["mosaic_gpu"])
     return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 
 
 def triton_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`mosaic_gpu_attention` by tokamax's kernel in Triton forwards, and ours, over blocks in range, backwards."""
-    attend = functools.partial(_in_passes, _TRITON)
+    attend = functools.partial(_in_passes, _ON_GPU["triton"])
     return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 
 
@@ -383,10 +393,14 @@ _SPLASH = _Kernel(
     functools.partial(_for_target, _splash_forward),
     functools.partial(_for_target, _splash_backward),
 )
-_MOSAIC_GPU = _Kernel(
-    gpu_attention.passes, gpu_attention.mosaic_forward, gpu_attention.mosaic_backward
-)
-_TRITON = _Kernel(gpu_attention.passes, gpu_attention.triton_forward, gpu_attention.triton_backward)
+_ON_GPU = {
+    "mosaic_gpu": _Kernel(
+        gpu_attention.passes, gpu_attention.mosaic_forward, gpu_attention.mosaic_backward
+    ),
+    "triton": _Kernel(
+        gpu_attention.passes, gpu_attention.triton_forward, gpu_attention.triton_backward
+    ),
+}
 
 
 def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):

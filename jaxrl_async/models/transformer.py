@@ -154,6 +154,11 @@ class KVCache(NamedTuple):
         """The same arrays, their layers apart."""
         return KVCache(*(array if array is None else tuple(array) for array in self))
 
+    def together(self) -> "KVCache":
+        """The same arrays, their layers in one."""
+        arrays = (jnp.stack(x) if isinstance(x, tuple) else x for x in self)
+        return KVCache(*arrays)
+
 
 class Transformer(nnx.Module):
     """A causal decoder. Its layers are stacked on a leading axis and scanned."""

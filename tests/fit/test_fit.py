@@ -346,6 +346,21 @@ def test_the_cache_is_updated_in_place(name):
     check_in_place(memory, sum(keys.size * 4 for keys in jax.tree.leaves(shapes.cache)))
 
 
+@TPU
+def test_a_row_goes_on_by_the_kernel_on_a_tpu_and_the_cache_stays_in_place():
+    (device,) = programs.devices_of(target_of("v5e-1"))
+    shapes = inference.Shapes(
+        CONFIG, num_slots=8, max_total_tokens=2048, decode_chunk=4, device=device
+    )
+    widths = [16, 32, 64, 128, 256, 512, 1024]
+    assert shapes.prefills == [(later, width) for later in (False, True) for width in widths]
+    compiled = shapes.trace_prefill(1024, True).lower().compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 1
+    check_in_place(
+        compiled.memory_analysis(), sum(2 * keys.size for keys in jax.tree.leaves(shapes.cache))
+    )
+
+
 @pytest.mark.parametrize("target", SMALL_TARGETS)
 def test_the_cache_is_updated_in_place_on_a_target(target):
     engine = benchmark.small_fit(target).engine

@@ -938,7 +938,7 @@ LONG = 60  # tokens: blocks of 16, and a last one of 12
 @functools.cache
 def programs_of_blocks(config):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(programs._BLOCK_TOKENS, "cpu", 16)
+        patch.setattr(programs, "_CPU_BLOCK_TOKENS", 16)
         shapes = programs.Shapes(config, num_slots=4, max_total_tokens=LONG, decode_chunk=CHUNK)
         assert shapes.prefills == [(False, 16), (True, 12), (True, 16)]
         return programs.Programs(shapes)
@@ -997,6 +997,30 @@ def test_a_conversations_next_turn_goes_on_from_its_blocks_with_the_same_bits(ki
     logprobs = np.asarray(full_forward(params, np.array([[*row, *done.output_ids]]), config))
     expected = logprobs[np.arange(len(row) - 1, len(row) + 4), done.output_ids]
     np.testing.assert_allclose(done.logprobs, expected, atol=1e-5)
+
+
+def test_a_conversation_goes_on_by_the_tpus_kernel_with_the_same_bits(monkeypatch):
+    """Interpreted, in blocks of 128 tokens for 1,024."""
+    monkeypatch.setattr(programs, "_CPU_BLOCK_TOKENS", 128)
+    kernels = {128: "splash"}
+    choose = lambda shapes, width, *, continues: kernels.get(width, "xla")  # noqa: E731
+    monkeypatch.setattr(programs.Shapes, "_kernel", choose)
+    shape = {"num_slots": 2, "max_total_tokens": 384, "decode_chunk": CHUNK}
+    engine = engine_lib.Engine(CONFIG, **shape, max_queued_requests=MAX_QUEUED, name="splash")
+    engine.start()
+    try:
+        wait(engine.update_weights(weights(0), "0"))
+        row = [1 + i % 20 for i in range(370)]
+        turns = [(row[:n], generate(engine, f"{n}", row[:n])) for n in (140, 300, 370)]
+        assert [done.cached_tokens for _, done in turns] == [0, 128, 256]
+        for row, done in turns:
+            same(anew(engine, f"again{len(row)}", row), done)
+            whole = np.array([[*row, *done.output_ids]])
+            logprobs = np.asarray(full_forward(weights(0), whole, CONFIG))
+            at = np.arange(len(row) - 1, whole.shape[1] - 1)
+            np.testing.assert_allclose(done.logprobs, logprobs[at, done.output_ids], atol=1e-5)
+    finally:
+        engine.close(timeout_secs=DEADLINE_SECS)
 
 
 def test_a_groups_prompt_is_computed_once_though_its_samples_begin_apart():

@@ -320,6 +320,22 @@ def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape, sh
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("start", [0, 256, 384])
+def test_splash_goes_on_in_a_cache_as_xla_does(start):
+    """The last tokens are padding, and what lies behind them in the cache is another row's."""
+    q, k, v = _qkv(6, B=1, T=128, H=4, N=2, C=16)
+    _, *held = _qkv(7, B=1, T=512, H=4, N=2, C=16)
+    held = [x.swapaxes(1, 2) for x in held]
+    ids = ((np.arange(128) < 100).astype(np.int32)[None],)
+    found, expected = (
+        jax.jit(functools.partial(attention.continued_attention, kernel))(
+            start, *held, q, k, v, ids
+        )[:, :100]
+        for kernel in ("splash", "xla")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monkeypatch):
     """cuDNN itself runs on a GPU alone: the same call, with the implementation that runs anywhere."""
     q, k, v = _qkv(5, B=2, T=7, H=4, N=2, C=8)

@@ -112,7 +112,7 @@ def plain(monkeypatch):
         gpu_attention_backward, "backward", lambda configs, *arrays: _backward(*arrays)
     )
     kernel = attention._Kernel(gpu_attention.passes, _forward, gpu_attention.mosaic_backward)
-    monkeypatch.setattr(attention, "_MOSAIC_GPU", kernel)
+    monkeypatch.setitem(attention._ON_GPU, "mosaic_gpu", kernel)
     return attention.mosaic_gpu_attention
 
 
@@ -121,6 +121,23 @@ def plain(monkeypatch):
 def test_ranges_of_keys_and_joined_passes_equal_causal_attention(plain, shared, window):
     ids = _rows(shared, window)
     _assert_equals_causal_attention(plain, _arrays(256, 4, 2, 8, jnp.float32), ids, 1e-5)
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("window", [0, 50])
+def test_a_row_goes_on_in_a_cache_as_by_xla(window):
+    """The last tokens are padding, and what lies behind them in the cache is another row's."""
+    start, (q, k, v) = 96, (x[:1] for x in _arrays(128, 4, 2, 8, jnp.float32)[:3])
+    held = [x[:1].swapaxes(1, 2) for x in _arrays(256, 4, 2, 8, jnp.float32)[1:3]]
+    index = np.arange(128, dtype=np.int32)[None]
+    ids = ((index < 100).astype(np.int32),)
+    if window:
+        ids = attention.in_window(ids, index + start, window)
+    found, expected = (
+        attention.continued_attention(kernel, start, *held, q, k, v, ids)[:, :100]
+        for kernel in ("mosaic_gpu", "xla")
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_each_device_of_a_mesh_attends_to_whole_rows(plain):
@@ -249,7 +266,7 @@ def test_a_backward_pass_over_blocks_in_range_equals_causal_attention(interprete
         return _forward(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
 
     kernel = attention._Kernel(gpu_attention.passes, forward, gpu_attention.triton_backward)
-    monkeypatch.setattr(attention, "_TRITON", kernel)
+    monkeypatch.setitem(attention._ON_GPU, "triton", kernel)
     # Heads of 24 are padded. One program for all rows: without a window it is 0, without a shared prompt the prefix.
     arrays = _arrays(256, 4, 2, 24, jnp.bfloat16)
     segments, prefixes, positions, _ = _rows(True, 1)
