@@ -118,7 +118,8 @@ class Shapes:
         if self._device.platform == "cpu":
             return min(total, _CPU_BLOCK_TOKENS)
         block = math.gcd(total, _BLOCK_TOKENS)
-        return block if self._kernel(block, continues=True) in attention.IN_PASSES else total
+        goes_on = self._kernel(block, continues=True) in attention.IN_PASSES
+        return block if goes_on and block >= _BLOCK_TOKENS // 2 else total
 
     def _kernel(self, width: int, *, continues: bool) -> str:
         c = self.config

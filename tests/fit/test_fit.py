@@ -352,6 +352,9 @@ def test_a_row_goes_on_by_the_kernel_on_a_tpu_and_the_cache_stays_in_place():
     shapes = inference.Shapes(
         CONFIG, num_slots=8, max_total_tokens=2048, decode_chunk=4, device=device
     )
+    for total, block in ((512, 512), (1536, 512), (3072, 1024), (640, 640), (1000, 1000)):
+        other = {"num_slots": 1, "max_total_tokens": total, "decode_chunk": 4, "device": device}
+        assert inference.Shapes(CONFIG, **other).block == block
     widths = [16, 32, 64, 128, 256, 512, 1024]
     assert shapes.prefills == [(later, width) for later in (False, True) for width in widths]
     compiled = shapes.trace_prefill(1024, True).lower().compile()
