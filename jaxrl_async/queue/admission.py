@@ -302,7 +302,6 @@ class Admission:
         if standing == "running":
             del self._running[permit.prompt_index]
             self._held[permit.prompt_index] = _Held(permit.attempt, num_bytes, oldest)
-            self._lost.pop(permit.prompt_index, None)
             self.num_bytes += num_bytes
             return "held"
         self.stale_events += standing == "stale"
@@ -405,6 +404,7 @@ class Admission:
             chunk = self.leases.fix(indexes)
             for i in indexes:
                 self._leased[i] = dataclasses.replace(self._held.pop(i), oldest=None)
+                self._lost.pop(i, None)
         return chunk
 
     def commit(self, step: int) -> tuple[int, ...]:

@@ -108,6 +108,24 @@ def test_a_prompt_that_is_always_overtaken_is_exhausted():
     assert admission.retired == {"exhausted": 1}
 
 
+def test_a_lost_worker_takes_no_attempt_of_a_prompt_that_is_overtaken_afterwards():
+    admission = published(
+        batch_groups=2, chunk_groups=2, max_staleness=1, weight_delay=0, max_attempts=2
+    )
+    (slow,) = admission.admit(1, 0.0, "a")
+    admission.return_permit(slow, "worker_lost")
+    slow, *others = admission.admit(4, 0.0, "b")
+    submit_all(admission, others)
+    admission.lease(1, 0)
+    admission.commit(1)
+    admission.publish(1)
+    submit_all(admission, admission.admit(1, 0.0, "b"))
+    admission.submit(slow, 1, oldest=0)
+    admission.lease(2, 0)
+    assert admission.overtaken() == [slow]
+    assert admission.take_back(slow) == "reissued"
+
+
 def test_a_late_group_of_an_index_that_lost_workers_is_stale():
     admission = published(batch_groups=1, max_attempts=1)
     (permit,) = admission.admit(1, 0.0, "a")
