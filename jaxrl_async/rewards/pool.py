@@ -5,7 +5,7 @@ process is replaced, and the other calls of its batch go to the next process. A 
 calls, after `calls_per_process` of them. Independent of groups and prompts.
 
 Where a reward says by `times_out_as` what an answer is worth that it cannot judge in time, such a call is made once
-more, in a new process. A second one that takes too long has that reward, and the component TIMED_OUT counts it.
+more, in another process. A second one that takes too long has that reward, and the component TIMED_OUT counts it.
 """
 
 import asyncio
@@ -202,6 +202,8 @@ class RewardPool:
             return False
         finally:
             self._waiting.extendleft(reversed(calls))
+            if calls:  # Others may be idle, while this one's successor starts.
+                self._arrived.set()
         return True
 
     def _lose(self, calls: "collections.deque[_Call]", outcome: RewardError) -> None:

@@ -611,3 +611,21 @@ async def test_a_reward_that_asks_for_what_there_is_not_does_not_start(tmp_path)
     with pytest.raises(RewardError, match=r"raw_completion what it names: missing .* 'tokens'"):
         async with make_pool(reward="seeing:greedy"):
             pass
+
+
+async def test_the_calls_behind_one_that_hangs_go_to_a_process_that_is_idle(monkeypatch):
+    start, released = ScoringPool._start_process, asyncio.Event()
+
+    async def late(self):
+        if self._tasks:  # A successor, whose imports take their time.
+            await released.wait()
+        return await start(self)
+
+    monkeypatch.setattr(ScoringPool, "_start_process", late)
+    async with make_pool(2, timeout_secs=SHORT_SECS) as pool:
+        calls = [("sleep 60", ""), *[("length abc", "")] * 3]
+        scores = [asyncio.create_task(pool.score(*call)) for call in calls]
+        done, _ = await asyncio.wait(scores[1:], timeout=10 * SHORT_SECS)
+        released.set()
+        assert len(done) == 3
+        assert "took longer" in str(await failure_of(scores[0]))
