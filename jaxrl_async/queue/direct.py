@@ -3,6 +3,7 @@
 One event loop owns the queue. Rollout workers in that loop call it there; the learner's thread hands its calls over.
 """
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
@@ -68,7 +69,8 @@ class BlockingDirectCalls:
             yield self.run(next_reply(), WATCH_SECS)
 
     def tell(self, report: pb.RoleReport) -> None:
-        self.call("Report", report)
+        with contextlib.suppress(TimeoutError):  # The loop is busy: the report is lost.
+            self.call("Report", report)
 
 
 async def _answer(service: QueueService, name: str, request: Any) -> Any:

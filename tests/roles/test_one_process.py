@@ -136,6 +136,17 @@ async def test_reports_and_the_table_of_servers_arrive(opened):
         assert "rollout-0" not in {role.role for role in (await queue.status()).roles}
 
 
+def test_a_report_that_a_busy_queue_does_not_take_is_no_error():
+    def run(call, timeout_secs):
+        call.close()
+        raise TimeoutError(f"the queue in this process does not answer for {timeout_secs:g} s")
+
+    queue = LearnerQueue(BlockingDirectCalls(queues.make_service(), run))
+    queue.report("learner-0", [Wait("learner", "data", 1.0)])
+    with pytest.raises(TimeoutError):
+        queue.status()
+
+
 async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(monkeypatch, tmp_path):
     released = threading.Event()
 
