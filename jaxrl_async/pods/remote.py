@@ -549,10 +549,11 @@ def ask(
 
 def _follow(stream, log: pathlib.Path, prefix: str) -> None:
     """Copies a role's output to its log, and to stdout with the host's name."""
-    with open(log, "ab") as file:
+    with open(log, "ab", buffering=0) as file:
         for line in stream:
-            file.write(line)
-            file.flush()
+            # On a full disk, too: the role would wait for its reader.
+            with contextlib.suppress(OSError):
+                file.write(line)
             text = security.escaped(line.decode(errors="replace").rstrip("\n"), keep="\t")
             tqdm.tqdm.write(prefix + text)
 

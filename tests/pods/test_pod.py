@@ -469,3 +469,10 @@ def test_a_pod_that_does_not_answer_is_named(tmp_path):
     with pytest.raises(remote.PodError, match=f"no pod of {tmp_path} answers within 0 s"):
         remote.ask(tmp_path, remove=["a"], secs=0)
     assert not (tmp_path / remote.REQUEST).exists()
+
+
+def test_output_that_cannot_be_written_is_read_all_the_same(capsys):
+    """Else a role would wait for its reader once the pipe between them is full."""
+    lines = iter([b"step 1\n", b"step 2\n"])
+    remote._follow(lines, pathlib.Path("/dev/full"), "a learner: ")
+    assert list(lines) == [] and "a learner: step 2" in capsys.readouterr().out
