@@ -327,9 +327,12 @@ def pull(
     """
     flags = shlex.join([f"--exclude=./{name}" for name in without])
     command = f"tar czf - {flags} -C run . || [ $? = 1 ]"  # 1: a file grew meanwhile.
-    process = subprocess.Popen(
-        shell.words(host, command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-    )
+    try:
+        process = subprocess.Popen(
+            shell.words(host, command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+    except OSError as error:
+        raise PodError(f"{host.name}: {error}") from None
     timer = threading.Timer(secs, process.kill)
     timer.start()
     try:

@@ -1,6 +1,7 @@
 """A pod of hosts that are directories, each with a home of its own: a stand-in for ssh runs the commands there."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -476,3 +477,13 @@ def test_output_that_cannot_be_written_is_read_all_the_same(capsys):
     lines = iter([b"step 1\n", b"step 2\n"])
     remote._follow(lines, pathlib.Path("/dev/full"), "a learner: ")
     assert list(lines) == [] and "a learner: step 2" in capsys.readouterr().out
+
+
+def test_a_copy_that_cannot_begin_is_an_error_of_its_host(tmp_path, monkeypatch):
+    def start(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, "no process is left")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    (host,), shell = plans.read_hosts("a"), remote.Shell("ssh {host}", "jaxrl", sys.executable)
+    with pytest.raises(remote.PodError, match="^a: .*no process is left"):
+        remote.pull(shell, host, tmp_path, [], secs=60)
