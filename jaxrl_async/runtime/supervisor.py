@@ -75,9 +75,9 @@ def run(
 ) -> bool:
     """Runs all roles until the learner is done.
 
-    A role that was killed is restarted; a rollout worker and a server also when they end by themselves, unless they do
-    so twice soon after their start. supervisor.max_restarts bounds the restarts of all roles within
-    supervisor.restart_window_secs. A queue or a learner that ends by itself ends the run, and its log says why.
+    A role that was killed is restarted; a rollout worker, a server and a reward service also when they end by
+    themselves, unless they do so twice soon after their start. supervisor.max_restarts bounds the restarts of all roles
+    within supervisor.restart_window_secs. A queue or a learner that ends by itself ends the run, and its log says why.
 
     Args:
       settings: the run.
@@ -510,7 +510,7 @@ class _Restarts:
         """Restarts a role other than a learner. Raises RoleDiedError: a queue, bad settings, or a second early end."""
         code, now = role.process.returncode, self._clock()
         if code >= 0:
-            if code == BAD_USAGE or not role.name.startswith(("server-", "rollout-")):
+            if code == BAD_USAGE or not role.name.startswith(("server-", "rollout-", "rewards-")):
                 raise RoleDiedError(_exit_report(role))
             is_early = now - self._since.get(role.name, self._began) < EARLY_SECS
             if is_early and role.name in self._early:

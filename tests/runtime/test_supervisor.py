@@ -224,7 +224,7 @@ def test_the_roles_that_a_lost_host_ends_count_as_one_restart(start, restarts, c
         restarts.of(dataclasses.replace(role, host="b"))
 
 
-@pytest.mark.parametrize("name", ["rollout-0", "server-0"])
+@pytest.mark.parametrize("name", ["rollout-0", "server-0", "rewards-0"])
 def test_a_worker_or_a_server_that_failed_is_started_again_unless_it_fails_at_once(
     start, restarts, clock, name
 ):
