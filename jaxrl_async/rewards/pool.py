@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -24,7 +25,10 @@ READ_BYTES = 1 << 16
 # Calls in a message, where there are several processes: the rest of a batch waits behind a call that hangs.
 MAX_BATCH_CALLS = 16
 TIMED_OUT = "timed_out"  # Component of a reward with `times_out_as`: 1.0 or 0.0, so that its mean is a share.
+AGAIN_SECS = (1.0, 5.0, 25.0)  # before each further start of a successor that did not start
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
+
+log = logging.getLogger(__name__)
 
 
 class RewardError(child.CallError):
@@ -163,7 +167,7 @@ class RewardPool:
                 kept = await self._answer(process, calls)
                 if not kept or num_answered == self.calls_per_process:
                     await self._end(process)
-                    process, num_answered = await self._start_process(), 0
+                    process, num_answered = await self._successor(), 0
         except Exception as error:
             self._refuse(f"lost a process and cannot replace it: {error}")
 
@@ -274,9 +278,20 @@ class RewardPool:
         self._processes.add(process)
         said = await child.greeting(process)
         if isinstance(said, str):
+            await self._end(process)
             raise RewardError(f"reward process did not start: {said}")
         self._asks_for, self._times_out_as = said["seen"], said["times_out_as"]
         return process
+
+    async def _successor(self) -> child.Process:
+        """A process in the place of another one; the machine may lack memory for it for a while."""
+        for secs in AGAIN_SECS:
+            try:
+                return await self._start_process()
+            except (RewardError, OSError) as error:
+                log.warning("%s; it is started again in %g s", error, secs)
+            await asyncio.sleep(secs)
+        return await self._start_process()
 
     async def _end_all(self) -> None:
         await asyncio.gather(*(self._end(process) for process in self._processes))

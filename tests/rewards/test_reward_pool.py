@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fixtures.pools import ScoringPool
 
+from jaxrl_async.rewards import pool as pools
 from jaxrl_async.rewards.child import ENVIRONMENT
 from jaxrl_async.rewards.pool import (
     Judgement,
@@ -440,13 +441,30 @@ async def test_a_reward_that_cannot_be_had_is_refused_at_the_start(reward, messa
     assert psutil.Process().children() == before
 
 
-async def test_a_process_that_cannot_be_replaced_closes_the_pool(pool, tmp_path):
+async def test_a_process_that_cannot_be_replaced_closes_the_pool(pool, tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "AGAIN_SECS", (0.0,) * 2)
     (tmp_path / "made_up.py").write_text("import no_such_module")
     waiting = [asyncio.create_task(pool.score("exit", "")) for _ in range(2)]
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert "ended its process" in str(outcomes[0])
     for message in (str(outcomes[1]), str(await failure_of(pool.score("length a", "")))):
         assert "lost a process and cannot replace it" in message and "no_such_module" in message
+
+
+async def test_a_successor_that_the_kernel_ends_while_it_starts_is_started_again(pool, monkeypatch):
+    start, ended = ScoringPool._start_process, []
+
+    async def of_little_memory(self):
+        if len(ended) < 2:
+            ended.append(True)
+            raise RewardError("reward process did not start: it ended (signal SIGKILL)")
+        return await start(self)
+
+    monkeypatch.setattr(ScoringPool, "_start_process", of_little_memory)
+    monkeypatch.setattr(pools, "AGAIN_SECS", (0.0,) * 2)
+    calls = [asyncio.create_task(pool.score(*call)) for call in (("exit", ""), ("length ab", ""))]
+    assert "ended its process" in str(await failure_of(calls[0]))
+    assert await calls[1] == 2
 
 
 async def failure_of(call):
