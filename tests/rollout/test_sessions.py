@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import threading
 
@@ -1136,6 +1137,22 @@ async def test_an_endpoint_that_was_closed_starts_again(qwen):
     for _ in range(2):
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
         await runner.close()
+
+
+async def test_an_endpoint_that_could_not_start_is_started_for_the_next_session(qwen, monkeypatch):
+    async def agent(base_url, prompt):
+        await ask(base_url, ASKED)
+
+    async def fails(self):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    runner = runner_of(agent, qwen)
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions.Sessions, "start", fails)
+        with pytest.raises(OSError, match="too many"):
+            await runner.run(PROMPT, Policy(qwen, "12"), rng)
+    await runner.run(PROMPT, Policy(qwen, "12"), rng)
+    await runner.close()
 
 
 async def test_the_prompt_of_a_group_is_what_its_agents_messages_share(qwen):
