@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl_async import security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.calls import BlockingCalls, Calls, NotReadyError, QueueError
@@ -124,7 +125,7 @@ class QueueClient:
         request = pb.ReturnRequest(
             permit=wire.encode_permit(permit),
             reason=reason,
-            detail=detail[:MAX_DETAIL_CHARS],
+            detail=security.escaped(detail)[:MAX_DETAIL_CHARS],
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
         )

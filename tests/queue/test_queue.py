@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import inspect
+import json
 import re
 import sys
 import time
@@ -245,6 +246,17 @@ async def test_a_return_is_answered_with_the_fate_of_the_index():
             "server_error": "prompt 0: HTTP 500",
             "equal_rewards": "prompt 1: ",
         }
+
+
+async def test_a_return_may_quote_any_text_of_a_model():
+    """JSON has half a pair of surrogates as an escape, which is no character of a message."""
+    async with opened() as queue:
+        await queue.publish(0)
+        [permit] = await queue.client.admit(1, 1.0)
+        said = "KeyError: " + json.loads(r'"no tool \ud83d"')
+        assert await queue.client.return_permit(permit, "environment_error", said) == "reissued"
+        details = (await queue.status()).details
+        assert details == {"environment_error": r"prompt 0: KeyError: no tool \ud83d"}
 
 
 async def test_admit_waits_for_a_publication_and_answers_empty_when_none_comes():
