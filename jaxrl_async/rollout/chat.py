@@ -149,7 +149,7 @@ def message_of(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[dict[str,
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                    "arguments": _json_of(call.arguments),
                 },
             }
             for call in calls
@@ -266,6 +266,12 @@ def _chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
         end = {"delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
         yield {"choices": [same | end]}
+
+
+def _json_of(arguments: Any) -> str:
+    """Half a pair of surrogates, which the model wrote as an escape, stays one: UTF-8 has none."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _logprobs(choice: Choice, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:

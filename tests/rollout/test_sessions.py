@@ -15,7 +15,7 @@ from fixtures.conversations import Server, call_of, check_exact
 from fixtures.sessions import Policy, nobody, rng, runner_of
 from hypothesis import strategies as st
 
-from jaxrl_async.rollout import sessions
+from jaxrl_async.rollout import chat, sessions
 from jaxrl_async.rollout.agent import agent_of
 from jaxrl_async.rollout.chat import RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError
@@ -546,6 +546,16 @@ async def test_tools_are_shown_and_their_calls_and_results_are_messages(qwen):
     text = qwen.decode(row.tokens, special=True)
     assert '"name": "look_up"' in text.partition("how?")[0]
     assert text.count("<tool_response>\n4\n</tool_response>") == 2
+
+
+def test_a_call_with_half_a_pair_of_surrogates_can_be_streamed_and_sent_again():
+    text = r'<tool_call>{"name": "add", "arguments": {"a": "é \ud83d"}}</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    message, has_calls = chat.message_of(text, tools)
+    arguments = message["tool_calls"][0]["function"]["arguments"]
+    assert has_calls and arguments.encode().decode() == r'{"a": "é \ud83d"}'
+    (call,) = chat.read_message(message)["tool_calls"]
+    assert call["function"]["arguments"] == json.loads(r'{"a": "é \ud83d"}')
 
 
 async def test_white_space_around_an_answer_and_the_ids_of_its_calls_may_change(qwen):
