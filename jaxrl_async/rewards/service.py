@@ -92,9 +92,9 @@ def _handlers(pool: RewardPool) -> grpc.GenericRpcHandler:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except RewardError as error:
             failure = pb.Failure(
-                message=str(error),
-                place=error.place,
-                traceback=error.traceback,
+                message=security.escaped(str(error), keep="\n\t"),
+                place=security.escaped(error.place),
+                traceback=security.escaped(error.traceback, keep="\n\t"),
                 timeout=isinstance(error, RewardTimeoutError),
             )
             return pb.JudgeReply(failure=failure)

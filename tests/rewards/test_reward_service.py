@@ -233,6 +233,18 @@ async def test_a_pool_that_is_lost_is_the_services_failure_and_not_the_rewards()
         assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
 
 
+async def test_an_error_that_quotes_any_text_of_a_model_is_the_rewards_own(monkeypatch):
+    async def judge(*_):
+        raise RewardError("no tool \ud83d", place="here", traceback="first\nno tool \ud83d")
+
+    pool = RewardPool(REWARD, **BOUNDS)
+    monkeypatch.setattr(pool, "judge", judge)
+    async with served(pool) as address, client(address) as rewards:
+        with pytest.raises(RewardError, match=r"no tool \\ud83d") as caught:
+            await rewards.judge("good", "good", SEEN)
+    assert (caught.value.place, caught.value.traceback) == ("here", "first\nno tool \\ud83d")
+
+
 @pytest.mark.parametrize("token", [None, "another"])
 async def test_a_service_with_a_token_refuses_calls_without_it(token):
     async with served(token="the-token") as address:
