@@ -44,6 +44,8 @@ class Server:
     state: str = STALE
     reason: str = "has not answered yet"
     version: int | None = None  # of the weights; None before the first push
+    # Of the weights of its last push, and of those after it that failed.
+    names: set[str] = dataclasses.field(default_factory=set)
     tried: Target | None = None  # the last target whose push ended, well or not
     reserved: bool = False  # for an evaluation
     speed: float = 1.0  # relative

@@ -28,6 +28,7 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
     UnfitServerError,
 )
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion
 
 log = logging.getLogger(__name__)
@@ -187,9 +188,9 @@ class Keeper:
             difference = kind.difference(kind.info, target.name, target.files.digest)
             if difference is None:
                 return
-            server.state, server.version = STALE, None
-            server.reason = f"restarted: reports {difference}"
-            await course.changed(server)
+            await self._restarted(difference)
+        elif server.version is not None and self._is_of_no_push(kind.info):
+            await self._restarted(f"version {kind.info.get(protocol.WEIGHT_VERSION)!r}")
         is_first = server.version is None
         if is_first and course.preflight is not None:
             await course.preflight(client, server.address)
@@ -198,6 +199,7 @@ class Keeper:
             # client accepts.
             with contextlib.suppress(ServerError):
                 await kind.continue_(**call)
+        server.names.add(target.name)  # Also where the push fails.
         await course.transport(
             client,
             server.address,
@@ -210,7 +212,19 @@ class Keeper:
         )
         if is_first or course.scores_every_push:
             await self._compare(kind, target)
-        server.version = target.version
+        server.version, server.names = target.version, {target.name}
+
+    def _is_of_no_push(self, info: Mapping[str, Any]) -> bool:
+        """Whether a server that has got versions reports other weights than it may hold since its last push."""
+        reported = str(info.get(protocol.WEIGHT_VERSION))
+        return reported.removesuffix(protocol.UNVERIFIED) not in self.server.names
+
+    async def _restarted(self, reports: str) -> None:
+        """Notes a restart: the next push is the first again."""
+        server = self.server
+        server.state, server.version = STALE, None
+        server.reason = f"restarted: reports {reports}"
+        await self._course.changed(server)
 
     async def _compare(self, kind: Kind, target: Target) -> None:
         """Compares what a server samples with the learner's log-probs, unless it verifies its weights itself."""

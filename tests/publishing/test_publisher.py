@@ -453,6 +453,29 @@ def test_a_server_restarted_as_another_is_stale_and_the_run_goes_on(queue, serve
     queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 4))
 
 
+def test_a_server_that_comes_back_as_another_after_it_missed_a_version_is_refused(
+    queue, servers, start, write
+):
+    _, restarted = servers
+    checked = []
+
+    async def preflight(client, address):
+        checked.append(address)
+        if checked.count(restarted.address) == 2:
+            raise UnfitServerError(address, "/generate", "a vocabulary of 128 tokens")
+
+    publisher = start(servers, preflight=preflight)
+    push(publisher, 3, write)
+    restarted.stop()
+    queue.wait_for(lambda: queue.last(restarted)[0] == "DEAD")
+    push(publisher, 4, write)
+    restarted.reset()
+    restarted.start()
+    wait_until(lambda: restarted.routes() and "a vocabulary of" in publisher.waits_for())
+    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 4))
+    assert checked.count(restarted.address) == 3
+
+
 @pytest.mark.parametrize(
     ("report", "after_restart"), [("version", "default"), ("digest", "of other weights")]
 )
