@@ -322,8 +322,9 @@ class _Routes:
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
         lease_secs = protocol.read_lease(http_request.headers.get(protocol.LEASE_HEADER))
-        await asyncio.wrap_future(self._engine.pause(body.get("mode", "abort")))
-        self.receiver.lease.begin(lease_secs)
+        paused = self._engine.pause(body.get("mode", "abort"))
+        self.receiver.lease.begin(lease_secs)  # Who asked may be gone before the answer.
+        await asyncio.wrap_future(paused)
         return _json({"status": "ok", "message": "Generation paused successfully."})
 
     async def continue_generation(self, http_request):

@@ -9,6 +9,7 @@ import aiohttp
 import numpy as np
 import pytest
 import yarl
+from aiohttp import web
 from fixtures import fake_vllm
 from fixtures.fake_sglang import FakeServer
 
@@ -285,6 +286,27 @@ async def test_a_pause_ends_with_its_lease(make_server, monkeypatch):
         await SglangApi(client, address).continue_(timeout_secs=5.0)
         assert not server.paused and timers[-1].cancelled()
     assert server.routes().count("/continue_generation") == len(timers) == 2
+
+
+async def test_a_pause_whose_learner_is_gone_before_its_answer_has_its_lease(make_server):
+    server, pause = make_server(), {"mode": "retract", "timeout_secs": 5.0, "lease_secs": 0.05}
+    asked = asyncio.Event()
+
+    async def pause_generation(payload):
+        server.paused = True
+        loop.call_soon_threadsafe(asked.set)
+        while server.paused:
+            await asyncio.sleep(0.01)
+        return web.json_response({})
+
+    loop, server.pause_generation = asyncio.get_running_loop(), pause_generation
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        pausing = asyncio.create_task(SglangApi(client, address).pause(**pause))
+        async with asyncio.timeout(TIMEOUT_SECS):
+            await asked.wait()
+            pausing.cancel()
+            while server.paused:
+                await asyncio.sleep(0.01)
 
 
 async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):

@@ -1,6 +1,7 @@
 """SGLang's API over real HTTP: answers, refusals, and that the server goes on after each."""
 
 import asyncio
+import concurrent.futures
 import io
 import json
 import pathlib
@@ -267,6 +268,25 @@ async def test_a_pause_with_a_lease_ends_by_itself(client, caplog):
     assert (await client.get("/model_info"))[1]["num_expired_pauses"] == 1
     assert "the server continues" in caplog.text
     await client("/pause_generation", {"mode": "in_place"})  # without one
+
+
+async def test_a_pause_whose_learner_is_gone_before_its_answer_has_its_lease(engine, monkeypatch):
+    pause, paused = engine.pause, asyncio.Event()
+
+    def slow(mode):
+        paused.set()
+        pause(mode)
+        return concurrent.futures.Future()  # The answer is late.
+
+    monkeypatch.setattr(engine, "pause", slow)
+    async with serving(engine) as client:
+        url = f"http://127.0.0.1:{client.port}/pause_generation"
+        options = {"json": {"mode": "in_place"}, "headers": {"X-Pause-Lease-Secs": "0.2"}}
+        asked = asyncio.create_task(client.session.post(url, **options).__aenter__())
+        await asyncio.wait_for(paused.wait(), DEADLINE_SECS)
+        asked.cancel()
+        answer = await asyncio.wait_for(client.generate(), 30.0)
+        assert len(answer["output_ids"]) == 5
 
 
 async def test_it_serves_from_a_thread_of_its_own(engine):

@@ -200,10 +200,14 @@ class Sidecar:
             lease_secs = protocol.read_lease(request.headers.get(protocol.LEASE_HEADER))
         except ValueError as error:
             return routes.answered(refused(error))
-        answer = await self._pass_on(request)
-        if answer.status == 200:
-            self._ends = _ENDS[request.path]
-            self._receiver.lease.begin(lease_secs)
+        status = 200  # Who asked, or the server, may be gone before the answer.
+        try:
+            answer = await self._pass_on(request)
+            status = answer.status
+        finally:
+            if status == 200:
+                self._ends = _ENDS[request.path]
+                self._receiver.lease.begin(lease_secs)
         return answer
 
     async def _continue(self, request):
