@@ -309,6 +309,20 @@ async def test_a_pause_whose_learner_is_gone_before_its_answer_has_its_lease(mak
                 await asyncio.sleep(0.01)
 
 
+async def test_a_refused_end_of_a_pause_leaves_it_its_lease(make_server):
+    server, stranger = make_server(), InferenceClient(api_key="c" * 32)
+    server.api_key = server.admin_api_key = "a" * 32
+    async with sidecars(server, key="a" * 32) as (address,), stranger:
+        async with InferenceClient(api_key="a" * 32) as client:
+            pause = {"mode": "retract", "timeout_secs": 5.0, "lease_secs": 0.5}
+            await SglangApi(client, address).pause(**pause)
+        with pytest.raises(ServerError, match="401"):
+            await SglangApi(stranger, address).continue_(timeout_secs=5.0)
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while server.paused:
+                await asyncio.sleep(0.01)
+
+
 async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):
     server, path = make_server(), write(1)
     server.api_key, server.admin_api_key = "a" * 32, "b" * 32

@@ -211,17 +211,23 @@ class Sidecar:
         return answer
 
     async def _continue(self, request):
-        self._receiver.lease.end()
-        return await self._pass_on(request)
+        async with self._errors(), self._asked(request) as answer:
+            if answer.status == 200:  # A pause that goes on keeps its lease.
+                self._receiver.lease.end()
+            return await self._answer(request, answer)
 
     async def _pass_on(self, request):
         async with self._errors(), self._asked(request) as answer:
-            response = web.StreamResponse(status=answer.status, headers=_ours(answer.headers))
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+            return await self._answer(request, answer)
+
+    async def _answer(self, request, answer):
+        """Passes an answer of the server on."""
+        response = web.StreamResponse(status=answer.status, headers=_ours(answer.headers))
+        await response.prepare(request)
+        async for chunk in answer.content.iter_any():
+            await response.write(chunk)
+        await response.write_eof()
+        return response
 
     def _there(self, request: web.Request) -> yarl.URL:
         """The address that a call goes on to, without "..": what is checked is what is asked."""
