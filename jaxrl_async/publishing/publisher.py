@@ -121,9 +121,10 @@ class Publisher(Course):
             the same version may be published again.
 
         Raises:
-          PublisherError: the push before failed, or is still running.
+          PublisherError: the publisher failed, or the push before is still running.
           ValueError: the version is not above the one before.
         """
+        self.check()  # The loop of a failed publisher takes no request.
         if self._requested is not None:
             self.wait(self._requested[1], timeout_secs=timeout_secs)
             if (run_epoch, version) <= self._requested or version < self._requested[1]:

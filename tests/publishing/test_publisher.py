@@ -1041,8 +1041,12 @@ def test_a_list_with_a_bad_line_ends_the_publisher_at_its_first_reading(start, t
     file = tmp_path / "servers.txt"
     file.write_text("a:1\n")
     publisher = start([], discovery=Discovery(f"file:{file}"))
-    with pytest.raises(PublisherError, match=r"servers\.txt, line 1: 'a:1' is no http"):
+    names_the_line = r"servers\.txt, line 1: 'a:1' is no http"
+    with pytest.raises(PublisherError, match=names_the_line):
         wait_until(publisher.check)
+    wait_until(publisher._loop.is_closed)
+    with pytest.raises(PublisherError, match=names_the_line):
+        publisher.publish(0, None, timeout_secs=WAIT_SECS)
 
 
 def test_a_roll_pauses_one_server_after_the_other_and_all_stay_healthy(queue, start, write):
