@@ -70,7 +70,10 @@ class Evaluator:
             row["secs"] = time.monotonic() - start
             row["validation"] = float(self.settings.num_validation > 0)
             log.info("version %d: %s", version, {k: round(v, 4) for k, v in row.items()})
-            self._keep_best(version, row["greedy"])
+            try:
+                self._keep_best(version, row["greedy"])
+            except Exception:  # As of a full disk: training goes on.
+                log.exception("version %d is not kept as the best", version)
         with self._lock:
             self._new = {f"eval/{name}": value for name, value in row.items()}
 

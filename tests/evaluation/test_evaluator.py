@@ -210,6 +210,19 @@ def test_a_pool_that_loses_its_processes_is_no_score(servers, tmp_path, caplog):
     assert "version 8 is not evaluated: lost a process" in caplog.text
 
 
+def test_a_best_version_that_cannot_be_kept_costs_the_evaluation_alone(
+    servers, tmp_path, caplog, monkeypatch
+):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    evaluator = make(tmp_path, [text(0, 0)])
+    servers[0].version = "8"
+    monkeypatch.setattr("jaxrl_async.sealed.write", full)
+    assert evaluate(evaluator, servers[0])["eval/greedy"] == 1.0
+    assert "version 8 is not kept as the best" in caplog.text and "No space" in caplog.text
+
+
 def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers, tmp_path):
     right = make(tmp_path, [text(0, 0)])
     servers[0].version = "4"
