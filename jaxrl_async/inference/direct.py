@@ -87,9 +87,9 @@ class Direct:
 
     async def _take(self, params: Any, version: str, mode: str) -> None:
         # Requests that run go on between two chunks, with new keys and values, or are kept by a pause.
-        if mode == "in_place":
-            await asyncio.wrap_future(self.engine.pause(mode))
         try:
+            if mode == "in_place":
+                await asyncio.wrap_future(self.engine.pause(mode))
             # Its check of the numbers waits for the device.
             update = self.engine.update_weights
             await asyncio.wrap_future(await asyncio.to_thread(update, params, version, copy=False))

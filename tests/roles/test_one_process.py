@@ -405,6 +405,22 @@ async def test_broken_weights_are_refused_and_the_old_ones_stay(engine, broken):
     assert engine.weight_version == "0"
 
 
+async def test_a_push_that_is_late_before_its_pause_leaves_no_pause(engine):
+    engine.update_weights(weights(0), "0").result(CALL_SECS)
+    going = threading.Event()
+    engine._commands.put(lambda: going.wait(CALL_SECS))
+    async with DirectClient({"engine": engine}) as client:
+        give = {"files": MemoryVersion(1, weights(1), 1), "version": 1, "timeout_secs": 0.05}
+        push = Transport(WAY, mode="in_place")(client, "engine", **give)
+        pushing = asyncio.create_task(push)
+        await asyncio.sleep(0.2)
+        going.set()
+        with pytest.raises(ServerTimeoutError):
+            await pushing
+    engine.flush().result(CALL_SECS)  # after all commands before it
+    assert not engine.is_paused and engine.weight_version == "0"
+
+
 def test_the_cache_is_given_back_between_requests():
     engine = Engine(CONFIG, max_queued_requests=64, name="idle", release_cache=True, **SHAPE)
     engine.start()
