@@ -1406,7 +1406,8 @@ async def test_a_teacher_is_asked_last_and_its_fault_costs_the_group_alone(
     assert ["its teacher's log-probs"] in waits
     found = [(p.prompt_index, reason) for p, reason, _ in queue.returned]
     assert found == [(0, "equal_rewards"), (2, "equal_rewards"), (3, "teacher_error")]
-    assert len(servers[1].payloads("/generate")) == 8  # none of a group that was dropped
+    # None of a group that was dropped: the trained one's, and of the last one those before the first fault ended it.
+    assert 4 < len(servers[1].payloads("/generate")) <= 8
     assert worker._stages == {}
 
 

@@ -175,7 +175,7 @@ async def test_a_worker_killed_under_load_costs_no_request(router, workers, publ
         print(f"{len(failures)} answers were failures")
         assert not any("no_available_workers" in failure for failure in failures)
         workers[1].start()
-        while "version None" in publisher.waits_for() or " is DEAD" in publisher.waits_for():
+        while f"{workers[1].address} is HEALTHY" not in publisher.waits_for():
             assert time.monotonic() < deadline, publisher.waits_for()
             await asyncio.sleep(0.1)
         await asyncio.to_thread(publisher.push, 3)
