@@ -13,6 +13,7 @@ from jaxrl_async.extras.sglang_jax import checkpoints as sglang_jax_checkpoints
 from jaxrl_async.extras.sglang_jax import server
 from jaxrl_async.extras.sglang_jax.checkpoints import check_checkpoint, identity
 from jaxrl_async.extras.sglang_jax.engine import VersionLog, check_prompt, copied_result
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions.layout import WeightsError, version_digest
 from jaxrl_async.versions.protocol import RequestError
 from jaxrl_async.versions.store import WeightStore
@@ -458,3 +459,40 @@ def test_what_is_handed_to_jax_is_a_copy():
     view = copied_result(lambda: buffer[:2])()
     buffer[:] = 0
     assert view.tolist() == [0, 1]
+
+
+# Pauses.
+
+
+class Recorded:
+    """Stands for a PauseLease."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin(self, secs):
+        self.calls.append(secs)
+
+    def end(self):
+        self.calls.append("end")
+
+
+async def test_a_refused_call_neither_begins_nor_ends_the_lease_of_a_pause():
+    calls = [("PAUSE", 401), ("PAUSE", 200), ("CONTINUE", 401), ("CONTINUE", 200)]
+    lease, statuses, sent = Recorded(), iter([status for _, status in calls]), []
+
+    async def upstream(scope, receive, send):
+        await send({"type": "http.response.start", "status": next(statuses)})
+        await send({"type": "http.response.body"})
+
+    async def send(message):
+        sent.append((message["type"], len(lease.calls)))
+
+    leases = server._PauseLeases(upstream, lease=lease)
+    header = [(protocol.LEASE_HEADER.lower().encode(), b"7.5")]
+    for name, _ in calls:
+        scope = {"type": "http", "path": getattr(protocol, name), "headers": header}
+        await leases(scope, None, send)
+    assert lease.calls == [7.5, "end"]
+    starts = [num_calls for kind, num_calls in sent if kind == "http.response.start"]
+    assert starts == [0, 1, 1, 2]

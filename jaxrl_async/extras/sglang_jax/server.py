@@ -123,13 +123,13 @@ class _PauseLeases:
             secs = protocol.read_lease(None if given is None else given.decode("latin-1"))
         except ValueError as error:
             return await _json(*refused(error))(scope, receive, send)
-        if scope["path"] == protocol.CONTINUE:
-            self._lease.end()
 
         async def watched(message):
-            done = message["type"] == "http.response.start" and message["status"] == 200
-            if done and scope["path"] == protocol.PAUSE:
-                self._lease.begin(secs)
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                if scope["path"] == protocol.PAUSE:
+                    self._lease.begin(secs)
+                else:  # A pause that goes on keeps its lease.
+                    self._lease.end()
             await send(message)
 
         await self._app(scope, receive, watched)
