@@ -338,10 +338,9 @@ def engine(case: dict[str, Any], smoke: bool) -> dict[str, Any]:
     params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, shapes_.params)
     start = time.perf_counter()
     block = shapes_.block
-    prefills = [
-        shapes_.trace_prefill(block, continues).lower().compile()
-        for continues in (False, True)[: 1 + (block < total)]
-    ]
+    prefills = [shapes_.trace_prefill(block).lower().compile()]
+    if block < total:
+        prefills.append(shapes_.trace_prefill(block, True).lower().compile())
     decode = shapes_.trace_decode().lower().compile()
     apart = shapes_.layers and shapes_.trace_apart().lower().compile()
     compile_secs = time.perf_counter() - start

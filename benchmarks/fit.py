@@ -185,8 +185,10 @@ def _real_runs() -> dict[str, RealRun]:
     runs["8b_v5p-64_32k"] = RealRun("8b", "v5p-64", long | {"fsdp": 8, "microbatch_rows": 8})
     runs["1.5b_2xv5e-16"] = RealRun("1.5b", "2xv5e-16", {"slices": 2, "fsdp": 16})
     runs["1.5b_v6e-64_parts"] = RealRun("1.5b", "v6e-64", {"slices": 4, "fsdp": 16})
-    for model, target in (*((model, "v6e-64") for model in models), ("1.5b", "v5e-256")):
-        runs[f"{model}_{target}_ring"] = RealRun(model, target, {"gradient_sums": "ring"})
+    ring = {"gradient_sums": "ring"}
+    for model in models:
+        runs[f"{model}_v6e-64_ring"] = RealRun(model, "v6e-64", ring)
+    runs["1.5b_v5e-256_ring"] = RealRun("1.5b", "v5e-256", ring)
     for model in ("0.6b", "gemma3_1b"):  # One device for learner and engine.
         for target in ("v5e-1", "a100-1"):
             runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)

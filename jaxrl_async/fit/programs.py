@@ -5,6 +5,7 @@ and of GPUs (JAX's CUDA plug-in) run on any Linux machine; nothing is executed.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import time
@@ -359,16 +360,13 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         device=device,
     )
     tokens, block = server.max_total_tokens, shapes.block
-    row = flops.of_model(config, 1, tokens, backward=False)
-    whole, before = (
-        flops.of_model(config, 1, n, backward=False, logits=False) if n else 0
-        for n in (tokens, tokens - block)
-    )
+    model_flops = functools.partial(flops.of_model, config, 1, backward=False)
+    last_block = model_flops(tokens, logits=False) - model_flops(tokens - block, logits=False)
     programs = {
         # A step decodes a token for each slot, which attends to half of the cache on average.
-        "decode": (shapes.trace_decode, server.num_slots * row / tokens),
-        # The last block of the longest row.
-        "prefill": (lambda: shapes.trace_prefill(block, block < tokens), whole - before),
+        "decode": (shapes.trace_decode, server.num_slots * model_flops(tokens) / tokens),
+        # Of the longest row.
+        "prefill": (lambda: shapes.trace_prefill(block, block < tokens), last_block),
     }
     weights, cache = _bytes(shapes.params), _bytes(shapes.cache)
     version = _bytes(lora.split(shapes.params)[0]) if config.lora else weights

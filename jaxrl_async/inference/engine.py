@@ -80,7 +80,7 @@ class Engine:
         self._version = None
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # Live
-        self._rows = rows.Rows(
+        self._rows = rows.SlotRows(
             num_slots=self.num_slots,
             max_total_tokens=self.max_total_tokens,
             max_kept=self.max_kept,

@@ -391,6 +391,7 @@ def _prefill(graphdef, kernel, continues, params, cache, prompts):
     """Computes each block in use alone, and writes its keys and values into its slot."""
     model = nnx.merge(graphdef, params)
     index = jnp.arange(prompts.tokens.shape[1])[None]
+    axis = _slot_axis(cache)
 
     def one_row(row, cache):
         slot, start = prompts.slots[row], prompts.starts[row]
@@ -398,17 +399,16 @@ def _prefill(graphdef, kernel, continues, params, cache, prompts):
         given = experts.Given(segments > 0, segments)
         ids, attend, held = *attention.of_rows(kernel, segments), None
         if continues:
-            axis = 0 if isinstance(cache.k, tuple) else 1
             held = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis), cache)
             held = held.together()
             attend = functools.partial(attention.continued_attention, kernel, start)
         _, new = model.prefill(prompts.tokens[row][None], index + start, ids, attend, given, held)
-        if apart := isinstance(cache.k, tuple):
+        if axis == 0:
             new = new.apart()
 
         def written(cache, new):
             at = [0] * cache.ndim
-            at[-2], at[0 if apart else 1] = start, slot
+            at[-2], at[axis] = start, slot
             return jax.lax.dynamic_update_slice(cache, new, at)
 
         return jax.tree.map(written, cache, new)
@@ -416,9 +416,14 @@ def _prefill(graphdef, kernel, continues, params, cache, prompts):
     return jax.lax.fori_loop(0, prompts.num_rows, one_row, cache)
 
 
+def _slot_axis(cache):
+    """Of each array: on a GPU the layers lie apart."""
+    return 0 if isinstance(cache.k, tuple) else 1
+
+
 def _copy(cache, pairs, count):
     """Copies slots to others, [from, to], one after the other."""
-    axis = 0 if isinstance(cache.k, tuple) else 1
+    axis = _slot_axis(cache)
 
     def one(i, cache):
         def copied(x):

@@ -6,7 +6,7 @@ from jaxrl_async.inference import programs, sampling
 from jaxrl_async.inference.requests import Live
 
 
-class Rows:
+class SlotRows:
     """The requests in slots with their tokens, log-probs and kept ids; the engine thread's own."""
 
     def __init__(self, *, num_slots: int, max_total_tokens: int, max_kept: int, vocab_size: int):

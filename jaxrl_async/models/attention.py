@@ -218,11 +218,8 @@ def continued_attention(kernel, start, k_BNSC, v_BNSC, q_BTHC, k_BTNC, v_BTNC, i
         return cached_attention(q_BTHC, k_BNSC, v_BNSC, _allowed(queries, keys))
     end = start + jnp.sum(queries.segment != 0)
     keys = _Tokens(index_1S, (index_1S < end).astype(jnp.int32), None, index_1S, None)
-    if kernel == "splash":
-        q_BHTC = (q_BTHC * q_BTHC.shape[-1] ** -0.5).swapaxes(1, 2)
-        return _in_passes(_SPLASH, q_BHTC, k_BNSC, v_BNSC, queries, keys).swapaxes(1, 2)
     k_BSNC, v_BSNC = k_BNSC.swapaxes(1, 2), v_BNSC.swapaxes(1, 2)
-    return _in_passes(_ON_GPU[kernel], q_BTHC, k_BSNC, v_BSNC, queries, keys)
+    return _ON_A_DEVICE[kernel](q_BTHC, k_BSNC, v_BSNC, queries, keys)
 
 
 def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, ids):
@@ -243,19 +240,17 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     tokens = _tokens_of(*ids)
     if tokens.first is not None:
         raise ValueError("splash_attention has no windows")
-    return _by_kernel(_splash_of_device, q_BTHC, k_BTNC, v_BTNC, tokens)
+    return _by_kernel("splash", q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def mosaic_gpu_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` by tokamax's kernel for Hopper, in bfloat16. Segments are contiguous, T a multiple of 128."""
-    attend = functools.partial(_in_passes, _ON_GPU["mosaic_gpu"])
-    return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
+    return _by_kernel("mosaic_gpu", q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 
 
 def triton_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`mosaic_gpu_attention` by tokamax's kernel in Triton forwards, and ours, over blocks in range, backwards."""
-    attend = functools.partial(_in_passes, _ON_GPU["triton"])
-    return _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
+    return _by_kernel("triton", q_BTHC, k_BTNC, v_BTNC, _tokens_of(*ids))
 
 
 # Kernels that see shared prompts in a second pass. Under remat their backward pass needs no second forward pass.
@@ -266,8 +261,9 @@ IN_PASSES = {
 }
 
 
-def _by_kernel(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
+def _by_kernel(kernel: str, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
     """The compiler does not partition a kernel: each device runs it on its own rows, queries and heads."""
+    attend = _ON_A_DEVICE[kernel]
     if jax.typeof(q_BTHC).sharding.mesh.empty:
         return attend(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
     return _on_each_device(attend, q_BTHC, k_BTNC, v_BTNC, tokens)
@@ -393,13 +389,15 @@ _SPLASH = _Kernel(
     functools.partial(_for_target, _splash_forward),
     functools.partial(_for_target, _splash_backward),
 )
-_ON_GPU = {
-    "mosaic_gpu": _Kernel(
-        gpu_attention.passes, gpu_attention.mosaic_forward, gpu_attention.mosaic_backward
-    ),
-    "triton": _Kernel(
-        gpu_attention.passes, gpu_attention.triton_forward, gpu_attention.triton_backward
-    ),
+_MOSAIC_GPU = _Kernel(
+    gpu_attention.passes, gpu_attention.mosaic_forward, gpu_attention.mosaic_backward
+)
+_TRITON = _Kernel(gpu_attention.passes, gpu_attention.triton_forward, gpu_attention.triton_backward)
+# By (q, k, v, queries, keys) of one device.
+_ON_A_DEVICE = {
+    "splash": _splash_of_device,
+    "mosaic_gpu": functools.partial(_in_passes, _MOSAIC_GPU),
+    "triton": functools.partial(_in_passes, _TRITON),
 }
 
 

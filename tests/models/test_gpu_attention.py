@@ -112,7 +112,8 @@ def plain(monkeypatch):
         gpu_attention_backward, "backward", lambda configs, *arrays: _backward(*arrays)
     )
     kernel = attention._Kernel(gpu_attention.passes, _forward, gpu_attention.mosaic_backward)
-    monkeypatch.setitem(attention._ON_GPU, "mosaic_gpu", kernel)
+    attend = functools.partial(attention._in_passes, kernel)
+    monkeypatch.setitem(attention._ON_A_DEVICE, "mosaic_gpu", attend)
     return attention.mosaic_gpu_attention
 
 
@@ -266,7 +267,8 @@ def test_a_backward_pass_over_blocks_in_range_equals_causal_attention(interprete
         return _forward(*(x.astype(jnp.float32) for x in (q, k, v)), seen)
 
     kernel = attention._Kernel(gpu_attention.passes, forward, gpu_attention.triton_backward)
-    monkeypatch.setitem(attention._ON_GPU, "triton", kernel)
+    attend = functools.partial(attention._in_passes, kernel)
+    monkeypatch.setitem(attention._ON_A_DEVICE, "triton", attend)
     # Heads of 24 are padded. One program for all rows: without a window it is 0, without a shared prompt the prefix.
     arrays = _arrays(256, 4, 2, 24, jnp.bfloat16)
     segments, prefixes, positions, _ = _rows(True, 1)
