@@ -99,7 +99,7 @@ class AgentRollout:
           RolloutError: "agent_error", "agent_timeout" or "agent_rows"; "overlong" where the agent raised after a call
             for which no token was left; or of `context.generate`.
         """
-        # One that failed, as without a file descriptor, is tried again.
+        # A start that failed, as without a file descriptor, is tried again.
         if self._started is None or (self._started.done() and self._started.exception()):
             self._started = asyncio.create_task(self._start())
         sessions, thread = await asyncio.shield(self._started)
