@@ -38,6 +38,9 @@ def _of_equation(equation, kernels_alone, grouped_share) -> float:
         return grouped_share * params["cost_estimate"].flops
     if name == "pallas_call" and params["name"] == gpu_decode.NAME:
         return float(params["cost_estimate"].flops)
+    if params.get("name") == "paged_attention":  # of JAX, to half of the pages in its list
+        queries, pages, _, _, listed = (variable.aval.shape for variable in equation.invars[:5])
+        return 2.0 * math.prod(queries) * listed[1] * pages[2]
     if name == "mpmd_map":
         return _of_gpu_kernel(equation)
     inner = [

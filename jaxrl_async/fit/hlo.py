@@ -24,6 +24,10 @@ _CALLED = re.compile(
     r"|branch_computations=\{([^}]*)\}"
 )
 _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__gpu\$|triton|mosaic)')
+# Of JAX's paged attention the list of pages, and the shape of all of them.
+_PAGED = re.compile(
+    r"s32\[\d+\].*?s32\[(?P<listed>\d+)\].*?(?P<pages>\w+\[1,(?P<all>\d+),\d+,\d+\])"
+)
 _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)="
     r"(mesh\[[^\]]*\] \{[^}]*\}|\{[\d,{}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
@@ -230,9 +234,14 @@ def _computed(line: str) -> Iterator[Compute]:
         is_saturated = int(cycles[1]) >= _SATURATED
         yield Compute(saturated=instruction) if is_saturated else Compute(float(cycles[1]))
     if _KERNEL.search(line):
-        operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)
+        found = re.search(r"operand_layout_constraints=\{(.*?\})\}", line)
+        operands = found[1] if found else ""
         results = line.partition(" = ")[2].partition(" custom-call(")[0]
-        size = _array_bytes(results) + _array_bytes(operands[1] if operands else "")
+        size = _array_bytes(results) + _array_bytes(operands)
+        if paged := _PAGED.search(operands) if "jit(paged_attention)" in line else None:
+            # Half of the pages in its list, on average, of keys and of values.
+            pages = _array_bytes(paged["pages"])
+            size -= round(2 * pages * (1 - int(paged["listed"]) / int(paged["all"]) / 2))
         yield Compute(kernels=1, kernel_bytes=size)
 
 

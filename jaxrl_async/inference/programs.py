@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.models import attention, experts, gpu_decode, transformer
+from jaxrl_async.models import attention, experts, gpu_decode, tpu_decode, transformer
 from jaxrl_async.models.state import mapped
 
 _MIN_BUCKET = 16
@@ -142,8 +142,12 @@ class Shapes:
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
         c = self.config
-        by_kernel = gpu_decode.takes(self._device, c, self._max_total_tokens)
-        attend = gpu_decode.attend if by_kernel else None
+        kernels = (
+            kernel.attend
+            for kernel in (gpu_decode, tpu_decode)
+            if kernel.takes(self._device, c, self._max_total_tokens)
+        )
+        attend = next(kernels, None)
         static = transformer.graphdef(c), self._decode_chunk, self.max_kept, attend
         decode = functools.partial(_decode, *static)
         weights = self.params, self.layers
@@ -347,7 +351,7 @@ def _decode(graphdef, num_steps, max_kept, attend, weights, cache, slots):
     """Up to num_steps tokens for every active slot; ends early when none is active."""
     params, layers = weights
     model = nnx.merge(graphdef, params)
-    num_slots = slots.tokens.shape[0]
+    num_slots, num_tokens = slots.tokens.shape[0], jax.tree.leaves(cache.k)[0].shape[-2]
     decoded = Decoded(
         tokens=jnp.zeros((num_steps, num_slots), jnp.int32),
         logprobs=jnp.zeros((num_steps, num_slots), jnp.float32),
@@ -363,6 +367,9 @@ def _decode(graphdef, num_steps, max_kept, attend, weights, cache, slots):
     def one_step(carry):
         step, tokens, cache, decoded = carry
         positions = slots.positions + decoded.counts
+        if attend:
+            # Outside the cache, where a kernel reads nothing.
+            positions = jnp.where(decoded.active, positions, num_tokens)
         hidden, cache = model.decode(tokens, positions, cache, layers, decoded.active, attend)
         drawn = model.logits(hidden), positions + 1, slots.draw
         if max_kept:

@@ -41,7 +41,8 @@ def attend(q_BHC, new_k_BNC, new_v_BNC, k_BNSC, v_BNSC, first_B, at_B, *, interp
       q_BHC, new_k_BNC, new_v_BNC: bfloat16, of one token of each row.
       k_BNSC, v_BNSC: the cache, of the same dtype, C a power of two, S a multiple of 16.
       first_B: int32 [B], below 0 as 0.
-      at_B: int32 [B], ≥ first. A row whose index lies outside the cache writes nothing.
+      at_B: int32 [B], ≥ first. A row whose index lies outside the cache reads and writes nothing; its result is its new
+        value.
       interpret: runs without a GPU.
 
     Returns:
@@ -102,7 +103,7 @@ def _rows(group):
 def _kernel(new, k, v, first, at, attended, log_total, k_out, v_out, *, block, heads, parts):
     """One part of the keys of one row and head of keys. Scores are logarithms to the base 2."""
     part, (rows, C) = pallas.program_id(2), new.shape
-    end = jnp.minimum(at[()], k.shape[0])  # of the keys that the cache holds
+    end = jnp.where(at[()] < k.shape[0], at[()], 0)  # of the keys to read
     has_query = jnp.arange(rows) < heads
     scale = C**-0.5 * math.log2(math.e)
     q_RC = triton.load(new.at[:, :], mask=has_query[:, None], other=0.0)

@@ -308,7 +308,8 @@ class Transformer(nnx.Module):
           cache: index s holds the token at position s.
           layers: of `layers_apart`, where those of the cache lie apart.
           counts_B: bool [B], rows whose tokens go to experts; None: all.
-          attend: `gpu_decode.attend`, where the layers lie apart; None: attention to the whole cache, masked.
+          attend: `gpu_decode.attend` where the layers lie apart, `tpu_decode.attend` where they do not; None: attention
+            to the whole cache, masked.
 
         Returns:
           hidden [B, D], after the final norm, and the cache. It is updated in place where the enclosing jit
@@ -330,7 +331,7 @@ class Transformer(nnx.Module):
             if attend:
                 new = (x[:, 0] for x in (q, new_k, new_v))
                 first_B = attention.first_of_window(positions_B, window or 0)
-                attended, k, v = attend(*new, cache.k, cache.v, first_B, positions_B)
+                attended, k, v = attend(*new, cache.k, cache.v, first_B, positions_B, *index)
             else:
                 k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
                 v = cache.v.at[*index, rows, heads, at_B1].set(new_v[:, 0])

@@ -364,6 +364,23 @@ def test_a_row_goes_on_by_the_kernel_on_a_tpu_and_the_cache_stays_in_place():
     )
 
 
+@TPU
+def test_a_step_reads_what_is_filled_by_the_kernel_of_a_tpu_and_the_cache_stays_in_place():
+    config = dataclasses.replace(CONFIG, head_dim=128)
+    server = dataclasses.replace(benchmark.SMALL_SERVER, max_total_tokens=1024)
+    settings = dataclasses.replace(settings_of(), server=server)
+    target = target_of("v5e-1")
+    (device,) = programs.devices_of(target)
+    engine = programs.compile_engine(settings, config, target, device)
+    decode, _ = engine.programs
+    assert decode.cost.kernels == config.num_layers
+    assert decode.flops == decode.model_flops  # of a cache that is half full
+    of_kernels = 2 * decode.cost.kernel_bytes / engine.cache_bytes
+    assert 1.0 < of_kernels < 1.1  # queries and results as well
+    assert decode.temporary_bytes < engine.cache_bytes / 2
+    assert decode.aliased_bytes >= engine.cache_bytes
+
+
 @pytest.mark.parametrize("target", SMALL_TARGETS)
 def test_the_cache_is_updated_in_place_on_a_target(target):
     engine = benchmark.small_fit(target).engine
