@@ -53,8 +53,8 @@ class Course:
     # Refuses a server before its first push, and before the first after a restart; see preflight.server. Before any
     # version is published a refusal ends the publisher.
     preflight: Callable[[Servers, str], Awaitable[None]] | None = None
-    # Compares what a server samples after its first push, and after the first after a restart; a refusal is as the
-    # preflight's.
+    # Compares what a server samples after its first push with scores, and the first such after a restart; a refusal is
+    # as the preflight's.
     scored: ScoredPrompts | None = None
     scores_every_push: bool = False  # not after the first alone
 
@@ -85,6 +85,7 @@ class Keeper:
     def __init__(self, server: health.Server, client: Servers, course: Course):
         """Talks to nobody yet."""
         self.server, self._client, self._course = server, client, course
+        self._is_compared = False  # what it samples, since it started
 
     async def run(self) -> None:
         """Keeps the server until it is cancelled."""
@@ -210,8 +211,9 @@ class Keeper:
             pausing=course.pauses.turn,
             is_first=is_first,
         )
-        if is_first or course.scores_every_push:
-            await self._compare(kind, target)
+        self._is_compared = self._is_compared and not (is_first or course.scores_every_push)
+        if not self._is_compared:
+            self._is_compared = await self._compare(kind, target)
         server.version, server.names = target.version, {target.name}
 
     def _is_of_no_push(self, info: Mapping[str, Any]) -> bool:
@@ -226,15 +228,18 @@ class Keeper:
         server.reason = f"restarted: reports {reports}"
         await self._course.changed(server)
 
-    async def _compare(self, kind: Kind, target: Target) -> None:
-        """Compares what a server samples with the learner's log-probs, unless it verifies its weights itself."""
+    async def _compare(self, kind: Kind, target: Target) -> bool:
+        """Compares what a server samples with the learner's log-probs, unless it verifies its weights itself.
+
+        Returns:
+          False where a version with scores must follow.
+        """
         course, files = self._course, target.files
-        if course.scored is None or kind.verifies_itself:
-            return
+        if course.scored is None or kind.verifies_itself or not isinstance(files, StoredVersion):
+            return True
         course.wants_scores = True  # of the next versions, where this one has none
-        if isinstance(files, StoredVersion):
-            call = {"timeout_secs": course.push_timeout_secs}
-            await course.scored.check(kind, self.server.address, files, target.name, **call)
+        call = {"timeout_secs": course.push_timeout_secs}
+        return await course.scored.check(kind, self.server.address, files, target.name, **call)
 
 
 # Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.

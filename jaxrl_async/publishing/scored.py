@@ -41,8 +41,11 @@ class ScoredPrompts:
 
     async def check(
         self, kind: Kind, address: str, files: StoredVersion, name: str, *, timeout_secs: float
-    ) -> None:
+    ) -> bool:
         """Compares a server that holds a version of this name.
+
+        Returns:
+          Whether it was compared: a version may have no scores.
 
         Raises:
           UnfitServerError: it samples from another distribution than the learner's.
@@ -51,7 +54,7 @@ class ScoredPrompts:
         table = await asyncio.to_thread(files.scores)  # [K, V]
         if table is None:
             log.info("%s: version %s has no scores to compare its samples with", address, name)
-            return
+            return False
         asked = prompts(len(table), self.num_tokens, table.shape[1])
         calls = (self._sample(kind, address, row, files.version, timeout_secs) for row in asked)
         found = np.array(await asyncio.gather(*calls))  # [K, 2]: token, log-prob
@@ -70,6 +73,7 @@ class ScoredPrompts:
                 f"{self.max_error:g}. A part of its weights may be of another version, or it computes otherwise: see "
                 "`parity`",
             )
+        return True
 
     async def _sample(
         self, kind: Kind, address: str, row: np.ndarray, version: int, timeout_secs: float

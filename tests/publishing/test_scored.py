@@ -164,6 +164,23 @@ async def test_the_first_push_and_the_one_after_a_restart_are_scored(store, ever
             await asyncio.to_thread(publisher.close)
 
 
+async def test_a_server_whose_first_version_has_no_scores_is_compared_with_the_next(store):
+    async with serving() as server:
+        publisher = publishing(server, store, lambda *_: None)
+
+        async def push(version, table):
+            files = write(store, version, table)
+            publisher.publish(version, lambda: files, timeout_secs=SECS)
+            await asyncio.to_thread(publisher.wait, version, timeout_secs=SECS)
+            return len(server.payloads("/inference/v1/generate"))
+
+        try:
+            assert [await push(1, None), publisher.wants_scores] == [0, True]
+            assert [await push(2, TABLE), await push(3, TABLE)] == [8, 8]
+        finally:
+            await asyncio.to_thread(publisher.close)
+
+
 async def test_before_any_version_is_published_a_refusal_ends_the_run(store):
     async with serving() as server:
         publisher = publishing(server, store, lambda *_: None)
