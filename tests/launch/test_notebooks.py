@@ -154,6 +154,15 @@ def test_a_notebook_runs_from_an_empty_folder_beside_an_old_jax(name, tmp_path, 
     assert (run_of_it / "metrics.jsonl").read_text().count("\n") == 2
 
 
+def test_what_notebooks_import_is_there():
+    notebooks = [nbformat.read(ROOT / "notebooks" / name, as_version=4) for name in NOTEBOOKS]
+    code = "\n".join(c.source for n in notebooks for c in n.cells if c.cell_type == "code")
+    lines = set(re.findall(r"^from jaxrl_async.*$", code, re.M))
+    assert len(lines) > 5
+    for line in lines:
+        exec(line, {})
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_kept_with_what_it_showed(name):
     path = ROOT / "notebooks" / name
