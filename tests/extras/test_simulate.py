@@ -669,6 +669,14 @@ def test_slots_are_those_of_the_kind_of_server(words, slots, tmp_path):
     assert found["plan"]["num_slots"] == slots
 
 
+def test_the_servers_of_a_config_are_those_that_it_starts_or_names(tmp_path, capsys):
+    config = ["--config=configs/quickstart.py", *SHORT]
+    for words, num in ((["--config.server.devices=3"], 3), (["--config.server.num_local=2"], 2)):
+        assert planned(tmp_path, *config, *words)["plan"]["num_servers"] == num
+    assert main.main(["simulate", *config, "--config.server.discover=file:servers"]) == 2
+    assert "--num_servers must be given" in capsys.readouterr().err
+
+
 def test_the_answer_names_what_limits_the_step(tmp_path, capsys):
     found = planned(tmp_path, *SLOTS, "--num_slots=16")
     assert found["limit"]["by"] == "the slots of the servers"
