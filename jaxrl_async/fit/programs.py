@@ -99,7 +99,7 @@ class Program(Times):
 class Engine:
     """The programs of the embedded engine, each server on one device."""
 
-    programs: tuple[Program, ...]  # "decode": one step; "prefill": one row of the largest bucket
+    programs: tuple[Program, ...]  # "decode": one step; "prefill": the longest row's last block
     num_servers: int
     num_slots: int
     max_total_tokens: int
