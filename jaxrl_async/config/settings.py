@@ -190,8 +190,8 @@ class Server:
     speeds: tuple[float, ...] = setting((), "Relative speeds of server.addresses; empty for equal ones.", above=0)
     api_key_env: str = setting("", "Environment variable with the servers' API key, or `@PATH` of its file; empty for "
         "none, or one that the run makes for embedded servers that it starts.", form=forms.local_path)
-    admin_api_key_env: str = setting("", "Environment variable that holds the API key of the servers' control routes, "
-        "or `@PATH` of its file; empty for no key.", form=forms.local_path)
+    admin_api_key_env: str = setting("", "Environment variable with the API key of the servers' control routes, or "
+        "`@PATH` of its file; empty as server.api_key_env.", form=forms.local_path)
     tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.",
         form=forms.local_path)
     tls_key: str = setting("", "PEM file of the private key of server.tls_cert.", form=forms.local_path)
@@ -358,8 +358,8 @@ class Learner:
         unit="devices")
     param_dtype: str = setting("float32", "Dtype of the parameters between updates; `bfloat16` rounds stochastically, "
         "so that small updates count in the mean.", choices=DTYPES, since="0.1.0")
-    moment_dtype: str = setting("float32", "Dtype of Adam's first moment; the second is float32.", choices=DTYPES,
-        since="0.1.0")
+    moment_dtype: str = setting("float32", "Dtype of the first moment, and of momentum; Adam's second is float32.",
+        choices=DTYPES, since="0.1.0")
     offload_moments: bool = setting(False, "Keep Adam's moments in the hosts' memory; an update moves those of its "
         "block to the devices and back.", since="0.1.0")
     optimizer: str = setting("adamw", "Optimizer, of optax: learner.adam_* are those of `adamw`, and of `muon` for "
@@ -371,7 +371,7 @@ class Learner:
         since="0.2.0")
     rate_by_ess: bool = setting(False, "Scale each update's learning rate by the effective sample size of its "
         "sequences' ratios π_θ/π_b, as a share: by its root, with `sgd` by itself (VCPO).", since="0.2.0")
-    warmup_updates: int = setting(0, "Updates of the linear warm-up of the learning rate, from 0.", at_least=0)
+    warmup_updates: int = setting(0, "Updates of the linear warm-up of the learning rate.", at_least=0)
     momentum: float = setting(0.95, "Decay rate of the momentum of `muon` and `sgd`.", at_least=0, below=1,
         since="0.2.0")
     adam_b1: float = setting(0.9, "Decay rate of Adam's first moment.", at_least=0, below=1)
