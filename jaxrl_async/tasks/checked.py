@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.tasks.task import Example, Task, Turns
+from jaxrl_async.tasks.task import Example, Task, Turns, check_text
 
 
 class CheckedTask:
@@ -21,7 +21,7 @@ class CheckedTask:
 
         Raises:
           TypeError: the task gives something else than Examples, or texts that are none.
-          ValueError: the split is empty.
+          ValueError: the split is empty, or a text has no UTF-8.
         """
         if split not in self._splits:
             self._splits[split] = _checked(self._task.examples(split), split)
@@ -46,4 +46,6 @@ def _checked(examples: Iterable[Example], split: str) -> list[Example]:
                 f"example {place} of split {split!r} must be an Example with a text and an answer of type str, and "
                 f"metadata that is a mapping; got {example!r:.200}"
             )
+        for name in ("text", "answer"):
+            check_text(f"the {name} of example {place} of split {split!r}", getattr(example, name))
     return found

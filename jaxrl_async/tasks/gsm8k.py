@@ -12,7 +12,7 @@ import pathlib
 import re
 
 from jaxrl_async.rewards.math import final_number
-from jaxrl_async.tasks.task import SPLITS, Example, check_split, cycled
+from jaxrl_async.tasks.task import SPLITS, Example, check_split, check_text, cycled
 
 SOURCE = "https://github.com/openai/grade-school-math"
 TEMPLATE = (
@@ -106,6 +106,7 @@ def _problem(line: bytes) -> Problem:
     for name in ("question", "answer"):
         if not isinstance(fields.get(name), str):
             raise ValueError(f"field {name!r} must be a string, got {fields.get(name)!r}")
+        check_text(f"field {name!r}", fields[name])
     _, marker, answer = fields["answer"].rpartition("####")
     if not marker or final_number(answer) is None:
         raise ValueError(f"field 'answer' must end in '#### N', got {fields['answer'][-40:]!r}")

@@ -11,12 +11,13 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from jaxrl_async.names import nearest
-from jaxrl_async.tasks.task import RIGHT, Example, check_split, cycled
+from jaxrl_async.tasks.task import RIGHT, Example, check_split, check_text, cycled
 
 Row = tuple[str, Mapping[str, Any]]  # its place, "FILE, line 3", and column → value
 ROLES = ("system", "user", "assistant", "tool")
@@ -254,11 +255,11 @@ def _text(row: Mapping[str, Any], name: str) -> str:
     value = _value(row, name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return json.dumps(value, allow_nan=False)
+    if isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value):
+        return json.dumps(value)
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"column {name!r} must be a text or a number, got {value!r:.200}")
-    value.encode()  # Half a surrogate pair has no tokens.
+    check_text(f"column {name!r}", value)
     return value
 
 
@@ -290,6 +291,7 @@ def _messages(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], ...
                 f"column {name!r} must be messages with a role of {', '.join(ROLES)} and a content that is a text, got "
                 f"{message!r:.200}"
             )
+        check_text(f"column {name!r}", fields["content"])
     if not messages or messages[-1]["role"] not in ("user", "tool"):
         raise ValueError(f"column {name!r} must end with the user's message, got {messages!r:.200}")
     return tuple({"role": m["role"], "content": m["content"]} for m in messages)

@@ -88,6 +88,17 @@ def check_between(name: str, value: float, low: float, high: float, which: str =
         raise ValueError(f"{name} must be in [{low}, {high}]{which}, got {value}")
 
 
+def check_text(what: str, text: str) -> None:
+    """Raises ValueError: a text of the data holds half a pair of surrogates, which has no tokens and no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        near = text[max(error.start - 20, 0) : error.start + 20]
+        raise ValueError(
+            f"{what} holds half a pair of surrogates, which UTF-8 has not: {near!r}"
+        ) from None
+
+
 def check_split(split: str) -> str:
     """Returns the name of a split. Raises ValueError: there is no such split."""
     if split not in SPLITS:

@@ -52,6 +52,8 @@ def test_questions_in_another_order_at_every_call_are_read_once():
         ([Example("a", "b"), "c"], TypeError, "example 1 of split 'train'"),
         ([Example("a", 3)], TypeError, "answer of type str"),  # type: ignore[arg-type]
         ([Example("a", "b", [1])], TypeError, "metadata that is a mapping"),  # type: ignore[arg-type]
+        ([Example("a", "b"), Example("a", "\ud83d")], ValueError, "the answer of example 1 of split 'train' holds"),
+        ([Example("\ud83d", "b")], ValueError, "the text of example 0 of split 'train' holds half"),
         (None, TypeError, r"examples\('train'\) must give Examples, got None"),
     ],
 )  # fmt: skip

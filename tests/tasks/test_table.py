@@ -130,7 +130,13 @@ USER = {"role": "user", "content": "?"}
         ('{"q": "x", "a": true}', "line 2: column 'a' must be .* got True"),
         ('{"q": " ", "a": 1}', "line 2: column 'q' must be .* got ' '"),
         ('{"q": {}, "a": 1}', r"line 2: column 'q' must be .* got \{\}"),
-        ('{"q": "\\ud800", "a": 1}', "line 2: .*surrogates not allowed"),
+        ('{"q": "x", "a": 1e999}', "line 2: column 'a' must be .* got inf"),
+        ('{"q": "\\ud800", "a": 1}', "line 2: column 'q' holds half a pair of surrogates"),
+        ('{"q": "x", "a": "gold \\ud83d"}', r"line 2: column 'a' holds .*'gold \\ud83d'"),
+        (
+            {"q": [{"role": "user", "content": "? \ud83d"}], "a": 1},
+            "line 2: column 'q' holds half a pair",
+        ),
         ('{"q": [], "a": 1}', r"line 2: column 'q' must end with the user's message, got \[\]"),
         ('{"q": ["hi"], "a": 1}', "line 2: column 'q' must be messages .* got 'hi'"),
         (

@@ -376,6 +376,7 @@ def test_a_template_without_a_question_is_refused():
         (b'{"question": "?", "answer": "3"}', "'answer' .*'#### N'.*'3'"),
         (b'{"question": "?", "answer": "3 #### x"}', "'answer' .*'#### N'.*'3 #### x'"),
         (b'{"question": "\xff"}', "can't decode byte 0xff"),
+        (rb'{"question": "?", "answer": "1\ud83d #### 1"}', "'answer' holds half a pair of surrog"),
         (b"[" * 100_000, "recursion"),
     ],
 )
