@@ -249,7 +249,7 @@ def evaluation_tasks(settings: Settings) -> dict[str, Task]:
     """The tasks of evaluate.sets, checked, by the names of the sets.
 
     Raises:
-      ValueError, TypeError: as of `make_task`; the message names the set.
+      ValueError: one that `make_task` cannot make; names the set.
     """
     from jaxrl_async.tasks import make_task
     from jaxrl_async.tasks.checked import CheckedTask
@@ -259,7 +259,7 @@ def evaluation_tasks(settings: Settings) -> dict[str, Task]:
         try:
             found[name] = CheckedTask(make_task(task, **args))
         except (TypeError, ValueError) as error:
-            raise type(error)(f"evaluate.sets[{name!r}]: {error}") from None
+            raise ValueError(f"evaluate.sets[{name!r}]: {error}") from None
     return found
 
 

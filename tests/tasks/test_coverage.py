@@ -101,6 +101,18 @@ def test_every_evaluation_set_is_read_and_counted_before_the_start(tmp_path):
     assert len(named.prompts) == named.num_fit == 8
 
 
+def broken(text: str):
+    """A task that reads JSON when it is made."""
+    return json.loads(text)
+
+
+def test_a_set_whose_task_cannot_be_made_is_named(tmp_path):
+    found = config()
+    found.evaluate.sets = {"hard": {"name": f"{__name__}:broken", "args": {"text": "[1"}}}
+    with pytest.raises(StartError, match=r"evaluate.sets\['hard'\]: Expecting"):
+        machine.prepare(settings_of(found), tmp_path)
+
+
 def test_task_rewards_decide_on_the_own_split_alone(tmp_path):
     found = config()
     found.task.rewards = {"exact": 1.0}
