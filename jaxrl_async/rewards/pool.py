@@ -16,7 +16,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxrl_async.rewards import child
 from jaxrl_async.types import MAX_REWARD, component_problem
@@ -132,6 +132,11 @@ class RewardPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    async def lost(self) -> NoReturn:
+        """Waits until the pool, which is started, takes no calls any more. Raises PoolError: says why."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        raise self._refused()
+
     def waits_for(self) -> str:
         """The wait of a call, in words."""
         return "its reward, in the pool"
@@ -151,7 +156,7 @@ class RewardPool:
             a name that is not there; or the pool is not started, or closed, or lost its processes.
         """
         if self._refusal is not None:
-            raise PoolError(f"the pool of reward {self.reward!r} {self._refusal}")
+            raise self._refused()
         asked = {name: seen[name] for name in self._asks_for if name in seen}
         call = _Call(completion, answer, asked, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
@@ -303,9 +308,11 @@ class RewardPool:
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
-        error = PoolError(f"the pool of reward {self.reward!r} {reason}")
         while self._waiting:
-            self._waiting.popleft().end(error)
+            self._waiting.popleft().end(self._refused())
+
+    def _refused(self) -> PoolError:
+        return PoolError(f"the pool of reward {self.reward!r} {self._refusal}")
 
 
 @dataclasses.dataclass(eq=False)

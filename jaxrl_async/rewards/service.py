@@ -4,7 +4,6 @@ What a reward did, its errors among it, is an answer. What befalls the pool itse
 another service.
 """
 
-import asyncio
 import json
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ async def serve(
     tls_key: str = "",
     insecure: bool = False,
 ) -> None:
-    """Serves a pool until cancelled; starts and closes it.
+    """Serves a pool until cancelled, or until it is lost; starts and closes it.
 
     Args:
       address: "host:port"; port 0 for a free one.
@@ -43,7 +42,7 @@ async def serve(
     Raises:
       OSError: the address cannot be bound.
       ValueError: no token or no TLS on an address that is not loopback, or no certificate in the files.
-      RewardError: the pool cannot start.
+      RewardError: the pool cannot start, or is lost.
     """
     security.check_listener("the reward service", address, token, "queue.token_env")
     security.check_tls(
@@ -65,7 +64,7 @@ async def serve(
         await server.start()
         try:
             on_bound(f"{host}:{port}")
-            await asyncio.Event().wait()
+            await pool.lost()
         finally:
             await server.stop(STOP_SECS)
 

@@ -22,7 +22,13 @@ from jaxrl_async import security
 from jaxrl_async.active_clock import STOP_SECS, ActiveClock
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.records import OVERTAKEN, REFUSALS, UP, Permit, Wait
-from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import (
+    Judgement,
+    PoolError,
+    RewardError,
+    RewardPool,
+    RewardTimeoutError,
+)
 from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
 from jaxrl_async.rollout.failures import (
     CodeError,
@@ -329,6 +335,8 @@ class Worker:
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
+            if isinstance(error, PoolError) and isinstance(self.rewards, RewardPool):
+                raise  # It takes no calls any more: the worker is to be started again.
             text = error.traceback or str(error)
             cause = CodeError(error.place, text) if error.place else None
             raise RolloutError("reward_error", str(error), cause) from error

@@ -15,6 +15,7 @@ import pytest
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.preflight import peers
 from jaxrl_async.rewards import client as clients
+from jaxrl_async.rewards import pool as pools
 from jaxrl_async.rewards import rewards_pb2 as pb
 from jaxrl_async.rewards import service
 from jaxrl_async.rewards.client import RewardClient
@@ -231,6 +232,25 @@ async def test_a_pool_that_is_lost_is_the_services_failure_and_not_the_rewards()
     async with served(pool) as lost, served() as address, client(lost, address) as rewards:
         pool._refuse("lost a process and cannot replace it: for this test")
         assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
+
+
+async def test_a_service_whose_pool_is_lost_ends_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "AGAIN_SECS", ())
+    bound = asyncio.get_running_loop().create_future()
+    pool = RewardPool(REWARD, **BOUNDS)
+    serving = service.serve("127.0.0.1:0", pool, on_bound=bound.set_result)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(failure_of(serving))
+        async with client(await bound) as rewards:
+            (tmp_path / "service_reward.py").unlink()
+            await failure_of(rewards.judge("hang", "good", SEEN))
+        assert "lost a process and cannot replace it" in await task
+
+
+async def failure_of(awaitable):
+    with pytest.raises(RewardError) as caught:
+        await awaitable
+    return str(caught.value)
 
 
 async def test_an_error_that_quotes_any_text_of_a_model_is_the_rewards_own(monkeypatch):

@@ -22,7 +22,14 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.wire import check_group
 from jaxrl_async.records import Permit, ServerRecord
-from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards import pool as pools
+from jaxrl_async.rewards.pool import (
+    Judgement,
+    PoolError,
+    RewardError,
+    RewardPool,
+    RewardTimeoutError,
+)
 from jaxrl_async.rollout import sampler as sampler_module
 from jaxrl_async.rollout import worker as workers
 from jaxrl_async.rollout.context import RolloutError, TrajectoryBuilder, rng_of
@@ -963,6 +970,23 @@ async def test_a_reward_that_hangs_in_a_real_process_is_never_a_sample(
     ((permit, reason, detail),) = queue.returned
     assert (permit, reason) == (Permit(0, 0), "reward_timeout") and "slow_reward:slow" in detail
     assert queue.submitted == []
+
+
+async def test_a_worker_ends_whose_pool_of_rewards_cannot_replace_a_process(
+    make_worker, queue, tmp_path, monkeypatch
+):
+    """It is started again, and its prompts are not to blame."""
+    monkeypatch.setattr(pools, "AGAIN_SECS", ())
+    reward = tmp_path / "ending_reward.py"
+    reward.write_text("import os\n\ndef end(completion, answer):\n    os._exit(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    queue.limit = 20
+    bounds = {"timeout_secs": 30.0, "memory_bytes": 0, "calls_per_process": 0}
+    async with RewardPool("ending_reward:end", num_processes=1, **bounds) as pool:
+        reward.unlink()
+        with pytest.raises(PoolError, match="lost a process and cannot replace it"):
+            await work_until(make_worker(rewards=pool), lambda: len(queue.returned) > 1)
+    assert len(queue.returned) == 1
 
 
 async def test_a_server_that_refuses_one_of_the_samples_costs_the_group(
