@@ -48,6 +48,7 @@ class State:
     held: tuple[tuple[Permit, int], ...]  # each with its bytes, in completion order
     leased: tuple[tuple[Permit, int], ...]  # each with its bytes
     chunks: dict[int, tuple[FixedChunk, ...]]  # of the uncommitted steps, by step
+    lost: dict[int, int]  # open index → its attempts that ended for one of BLAMELESS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Admission:
         self.v_pub, self.frontier = state.v_pub, state.frontier
         self.retired = collections.Counter(state.retired)
         self.returned = collections.Counter(state.returned)
+        self._lost = collections.Counter(state.lost)
         self._reissue = sorted(state.reissue)
         self._running = {
             p.prompt_index: _Running(p.attempt, now, worker, version)

@@ -37,7 +37,7 @@ from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import State
 from jaxrl_async.queue.leases import FixedChunk
-from jaxrl_async.records import Identity, Permit, ResumePoint, new_run_id
+from jaxrl_async.records import BLAMELESS, Identity, Permit, ResumePoint, new_run_id
 from jaxrl_async.types import Group
 
 FORMAT = 3
@@ -106,6 +106,10 @@ CREATE TABLE publications (
 # Since format 2.
 _OPEN = "state NOT IN ('trained', 'retired')"
 _OPEN_INDEXES = f"SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN}"
+_LOST = (
+    f"SELECT prompt_index, COUNT(*) FROM returns WHERE prompt_index IN ({_OPEN_INDEXES}) "
+    f"AND reason IN {tuple(sorted(BLAMELESS))} GROUP BY prompt_index"
+)
 _TOTALS = f"""
 CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
@@ -262,6 +266,8 @@ class Journal:
                 )
         for table in ("meta", "totals"):
             _check(c, self._path, table)
+        # Journals of before have none.
+        c.execute("CREATE INDEX IF NOT EXISTS returns_of ON returns (prompt_index)")
 
     def close(self) -> None:
         """Writes the waiting events and closes the file."""
@@ -727,6 +733,7 @@ def _recover(c: Connection, path: pathlib.Path) -> Recovered | None:
         held=sized("held"),
         leased=sized("leased"),
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
+        lost=dict(c.execute(_LOST).fetchall()),
     )
     servers = [tuple(record) for record in meta.get("servers", [])]
     return Recovered(state, messages, run_epoch, totals.get("completion_tokens", 0), servers)

@@ -152,7 +152,7 @@ def test_lost_workers_and_faults_of_servers_take_none_of_an_indexs_attempts(reas
 
 
 def test_a_server_s_fault_retires_nothing_after_a_restart_of_the_queue_either():
-    """Its count of lost attempts is gone then."""
+    """A resume point has no count of lost attempts."""
     admission, again = published(max_attempts=2), make_admission(max_attempts=2)
     (permit,) = admission.admit(1, 0.0)
     point = ResumePoint(0, 1, (dataclasses.replace(permit, attempt=9),), {}, {})

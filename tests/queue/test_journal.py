@@ -94,6 +94,19 @@ async def test_a_killed_queue_restarts_as_it_was(tmp_path):
     assert reader.audit() == SOUND_AUDIT
 
 
+async def test_an_attempt_that_was_lost_before_a_restart_is_none_of_the_prompts_own(tmp_path):
+    for reason in ("worker_lost", "timeout"):
+        async with journaled(tmp_path / "j") as queue:
+            await queue.publish(0)
+            for _ in range(2):
+                (permit,) = await queue.client.admit(1, 5.0)
+                assert await queue.client.return_permit(permit, reason) == "reissued"
+    async with journaled(tmp_path / "j") as queue:
+        (permit,) = await queue.client.admit(1, 5.0)
+        assert permit == Permit(0, 4)
+        assert await queue.client.return_permit(permit, "timeout") == "retired"
+
+
 async def test_a_killed_queue_leaves_no_log_beside_its_journal(tmp_path):
     path = tmp_path / "a" / "journal.sqlite"
     path.parent.mkdir()

@@ -98,7 +98,7 @@ class Ledger:
         self.resume_point = ResumePoint(0, 0, (), {}, {})
         self.arrivals = 0
         self.sampled: dict[int, int] = {}  # the version of each group submitted, by prompt_index
-        # Attempts that ended with their worker or server; a killed queue forgets them.
+        # Attempts that ended with their worker or server.
         self.lost = collections.Counter()
 
     def indexes(self, *states: str) -> list[int]:
@@ -130,7 +130,6 @@ class Ledger:
 
     def submitted(self, permit: Permit, num_bytes: int) -> None:
         entry, self.arrivals = self.entries[permit.prompt_index], self.arrivals + 1
-        del self.lost[permit.prompt_index]
         entry.state, entry.num_bytes, entry.arrival = "held", num_bytes, self.arrivals
 
     def gave_back(self, permit: Permit, reason: str) -> str:
@@ -199,6 +198,7 @@ class Ledger:
             chunks={
                 s: tuple(c) for s, c in self.chunks.items() if c and s > self.resume_point.step
             },
+            lost=dict(self.lost),
         )
 
     def agrees(self, admission: Admission) -> None:
@@ -324,7 +324,6 @@ def run_admission(events, values):
             state = ledger.state(admission.v_pub)
             admission = Admission(**values)
             admission.recover(state, now, ledger.sampled)
-            ledger.lost.clear()
             assert not admission.expired(now + 20.0)
         ledger.agrees(admission)
         limit = (bound + admission.v_pub) * values["batch_groups"]
