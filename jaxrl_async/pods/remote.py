@@ -53,7 +53,7 @@ CLOCK_SECS = 60.0  # bound on the difference of two clocks
 # Of the workdir of the first host, what never comes home, and what comes at the end.
 _JOURNAL = "journal.sqlite*"
 _STAYS = ("weights", "keys", "logs", "roles.json", "scrape", "pod", "servers")
-_LAST = ("checkpoints", "base", _JOURNAL)
+_LAST = ("checkpoints", "damaged-checkpoint-*", "base", "profile", _JOURNAL)
 
 _ADDRESSES = "--config.server.addresses="
 
@@ -343,8 +343,8 @@ def pull(
         raise PodError(f"{host.name}: the workdir came not home: {error}") from None
     finally:
         timer.cancel()
-        process.kill()
-        process.wait()
+        with process:  # and its pipe
+            process.kill()
 
 
 class _Process(subprocess.Popen):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -477,6 +478,30 @@ def test_output_that_cannot_be_written_is_read_all_the_same(capsys):
     lines = iter([b"step 1\n", b"step 2\n"])
     remote._follow(lines, pathlib.Path("/dev/full"), "a learner: ")
     assert list(lines) == [] and "a learner: step 2" in capsys.readouterr().out
+
+
+def test_what_is_large_comes_home_at_the_end_alone(hosts, tmp_path, monkeypatch):
+    """A copy that takes longer than COLLECT_SECS brings no metrics, by which a run is known to go on."""
+    monkeypatch.setattr(remote, "COLLECT_SECS", 2.0)
+    hosts(2)
+    plan = plans.make(plans.read_hosts((tmp_path / "hosts").read_text()), servers=1)
+    shell = remote.Shell(f"{tmp_path}/ssh {{host}}", ".", sys.executable)
+    pull, came = remote.pull, threading.Event()
+
+    def pulled(*args, **how):
+        pull(*args, **how)
+        came.set()
+
+    monkeypatch.setattr(remote, "pull", pulled)
+    large = ["profile/plugins/trace", "checkpoints/4/state", "damaged-checkpoint-3/state"]
+    for name in ("metrics.jsonl", *large):
+        (file := tmp_path / "a" / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (home := tmp_path / "home").mkdir()
+    with remote._coming_home(shell, plan, home):
+        assert came.wait(60)
+        assert [path.name for path in home.iterdir()] == ["metrics.jsonl"]
+    assert all((home / name).exists() for name in large)
 
 
 def test_a_copy_that_cannot_begin_is_an_error_of_its_host(tmp_path, monkeypatch):
