@@ -65,19 +65,22 @@ def _obey(process: subprocess.Popen, ending: threading.Event) -> None:
 
 def _take_the_place(path: pathlib.Path) -> None:
     """Ends the process of a file, whose connection was lost, and writes this one's number there."""
-    if path.exists() and (pid := path.read_text()).isdigit() and _is_ours(int(pid)):
+    name = path.stem
+    if path.exists() and (pid := path.read_text()).isdigit() and _has(int(pid), name):
         os.kill(int(pid), signal.SIGINT)
         deadline = time.monotonic() + 2 * supervisor.STOP_SECS
-        while _is_ours(int(pid)) and time.monotonic() < deadline:
+        while _has(int(pid), name) and time.monotonic() < deadline:
             time.sleep(0.1)
-        if _is_ours(int(pid)):  # Its role ends with it.
+        if _has(int(pid), name):  # Its role ends with it.
             os.kill(int(pid), signal.SIGKILL)
     path.write_text(str(os.getpid()))
 
 
-def _is_ours(pid: int) -> bool:
+def _has(pid: int, name: str) -> bool:
+    """Whether a process has this role of this directory: after a reboot the number is another's."""
+    words, of = f"\0jaxrl_async.pods.host\0{name}\0", pathlib.Path(f"/proc/{pid}")
     try:
-        return b"jaxrl_async.pods" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        return words.encode() in (of / "cmdline").read_bytes() and (of / "cwd").samefile(".")
     except OSError:
         return False
 

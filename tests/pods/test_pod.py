@@ -20,6 +20,7 @@ from fixtures.runs import QUICKSTART, ROOT, RUN_TIMEOUT_SECS, environment
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import load_config
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.pods import host as guard
 from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import remote
 from jaxrl_async.queue.journal import JournalReader
@@ -166,6 +167,26 @@ def test_a_role_ends_with_its_connection_and_where_another_takes_its_place(hosts
         assert lost.wait(60) == 1 and not pathlib.Path(f"/proc/{pid}").exists()
         second.stdin.close()
         assert second.wait(60) == 1 and not pathlib.Path(f"/proc/{other}").exists()
+
+
+@pytest.mark.parametrize(("name", "place"), [("server-0", "a"), ("learner", "b")])
+def test_the_number_of_a_role_that_another_process_has_ends_none(
+    name, place, tmp_path, monkeypatch
+):
+    """As after a reboot."""
+    for directory in (own := tmp_path / "a", tmp_path / "b"):
+        directory.mkdir()
+    monkeypatch.chdir(own)
+    words = [sys.executable, "-c", "input(print(flush=True))", "jaxrl_async.pods.host", name]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=tmp_path / place, **pipes) as other:
+        other.stdout.readline()
+        path = pathlib.Path("learner.pid")
+        path.write_text(str(other.pid))
+        guard._take_the_place(path)
+        assert path.read_text() == str(os.getpid())
+        other.communicate(b"\n", timeout=60)
+    assert other.returncode == 0
 
 
 @pytest.mark.parametrize(("code", "found"), [(0, 0), (75, 75), (137, -9), (143, -15), (255, -9)])
