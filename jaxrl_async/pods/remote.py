@@ -417,6 +417,7 @@ def run(
             words = ["sh", "-c", again]
         started.add(name)
         log.parent.mkdir(exist_ok=True)
+        log.touch()  # The supervisor reads it at once.
         pipes: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,

@@ -19,6 +19,7 @@ from fixtures.runs import QUICKSTART, ROOT, RUN_TIMEOUT_SECS, environment
 
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import load_config
+from jaxrl_async.config.build import base_config, make_settings
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.pods import host as guard
 from jaxrl_async.pods import plan as plans
@@ -523,6 +524,27 @@ def test_what_is_large_comes_home_at_the_end_alone(hosts, tmp_path, monkeypatch)
         assert came.wait(60)
         assert [path.name for path in home.iterdir()] == ["metrics.jsonl"]
     assert all((home / name).exists() for name in large)
+
+
+def test_the_log_of_a_role_is_there_when_it_has_started(hosts, tmp_path, monkeypatch):
+    """However late the thread is that writes it."""
+    hosts(2)
+    plan = plans.make(plans.read_hosts((tmp_path / "hosts").read_text()), servers=1)
+    (tmp_path / "home").mkdir()
+    monkeypatch.setattr(remote, "_follow", lambda *_: None)
+    monkeypatch.setattr(remote, "_coming_home", lambda *_: contextlib.nullcontext())
+
+    def supervise(names, num_learners, settings, workdir, queue, start, **_):
+        role = start(names[0], False)
+        with role.process:
+            pass
+        return role.log.read_bytes() == b""
+
+    monkeypatch.setattr(remote.supervisor, "supervise", supervise)
+    shell = remote.Shell("true", "jaxrl", sys.executable)
+    settings = make_settings(base_config().to_dict())
+    about = (plan, shell, [], "", 0, 1, settings)
+    assert remote.run(*about, workdir=tmp_path / "home", stop_requested=lambda: False)
 
 
 def test_a_copy_that_cannot_begin_is_an_error_of_its_host(tmp_path, monkeypatch):
