@@ -407,11 +407,9 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     for row in found["table"]:
         cell = row["method"], row["staleness"]
         chosen = [_dot(one["mean"]) for one in rates[cell].values()]
-        ends = [
-            _dot(run["curve"][-1][1])
-            for run in found["runs"]
-            if (run["method"], run["staleness"]) == cell and run["seed"] != 100
-        ]
+        runs = [run for run in found["runs"] if (run["method"], run["staleness"]) == cell]
+        choosing = {run["seed"] for run in runs if run["rate"] != row["rate"]}
+        ends = [_dot(run["curve"][-1][1]) for run in runs if run["seed"] not in choosing]
         own = f"{', '.join(ends)} ({_rate(row['rate'])})"
         first = f"| {names[row['method']]} | {row['staleness']}"
         yield "which_loss_smollm2", METHODS, f"{first} | {' | '.join(chosen)} | {own} |"

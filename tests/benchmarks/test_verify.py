@@ -28,6 +28,19 @@ def test_a_figure_that_differs_is_named(monkeypatch, capsys):
     assert "README.md differs from accelerator/h200.json: no '| 38,294; 75,875 |'" in said
 
 
+def test_runs_that_choose_a_rate_are_told_from_the_reported_ones_by_their_rates(monkeypatch):
+    of = verify.result
+
+    def changed(name):
+        found = of(name)
+        for run in found["runs"] if name == "which_loss_smollm2" else ():
+            run["seed"] += 7
+        return found
+
+    monkeypatch.setattr(verify, "result", changed)
+    assert verify.missing() == []
+
+
 def test_every_result_says_what_it_measures():
     paths = (path.relative_to(record.RESULTS) for path in record.RESULTS.rglob("*.json"))
     found = {path.with_suffix("").as_posix() for path in paths}
