@@ -68,7 +68,7 @@ def checked_completion(
       output_ids: int32 [N] or a list, of the request's vocabulary, N ≤ its max_new_tokens; none under "abort" alone.
       logprobs: [N], in [MIN_LOGPROB, 0].
       spans: {"version", "start", "end"} of the weights that sampled tokens [start, end).
-      finish_reason: "stop" | "length" | "abort".
+      finish_reason: "stop" | "length" | "abort"; "length" of a row whose last token is a stop token is "stop".
       request: what was asked for.
       adapter: the name of the weights that sampled all tokens, in place of spans.
       kept: the ids that each token was drawn from, where the request has max_kept, which bounds their number: lists,
@@ -85,20 +85,24 @@ def checked_completion(
         ids = output_ids
     else:
         ids = np.array(integers("token ids", output_ids, end=request.vocab_size), np.int32)
-    count, bound = len(ids), request.sampling_params.get("max_new_tokens")
+    asked = request.sampling_params
+    count, bound = len(ids), asked.get("max_new_tokens")
     if bound is not None and count > bound:
         raise ValueError(f"{count} tokens, and max_new_tokens is {bound}")
     if not count:
         if finish_reason != "abort":
             raise ValueError(f"no tokens, and finish_reason is {finish_reason!r}")
         return Completion(*_EMPTY, finish_reason)
+    ends = () if asked.get("ignore_eos") else asked.get("stop_token_ids") or ()
+    if finish_reason == "length" and ids[-1] in ends:  # SGLang looks at the number of tokens first.
+        finish_reason = "stop"
     if adapter is None and request.any_weights:
         adapter = "0"
     if adapter is not None:
         spans = [{"version": adapter, "start": 0, "end": count}]
     run_id = "" if request.any_weights else request.run_id
     versions = _read_versions(spans, count, run_id)
-    most = request.sampling_params.get("max_kept", 0)
+    most = asked.get("max_kept", 0)
     return Completion(
         ids,
         _read_logprobs(logprobs, count),

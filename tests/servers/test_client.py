@@ -165,6 +165,23 @@ def test_spans_that_do_not_cover_the_tokens_exactly_are_refused(spans):
         read_completion(broken)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"stop_token_ids": [9, 8]}, "stop"),
+        ({"stop_token_ids": [7]}, "length"),
+        ({"stop_token_ids": [8], "ignore_eos": True}, "length"),
+        ({"stop_token_ids": None}, "length"),
+        ({}, "length"),
+    ],
+)
+def test_a_stop_token_in_the_last_place_is_the_end_that_counts(sampling, reason):
+    """SGLang says "length" of it, as it looks at the number of tokens first."""
+    asked = Request("", (), {"max_new_tokens": 2} | sampling)
+    found = read_completion(answer([7, 8], versions=[("3", 2)], reason="length"), asked)
+    assert found.finish_reason == reason
+
+
 @pytest.mark.parametrize("version", ["default", "-1", "1.5.2", "1.", ".5", "", 3, None])
 def test_a_version_that_is_no_integer_from_zero_is_refused(version):
     with pytest.raises(ValueError, match="weight version .* 0"):

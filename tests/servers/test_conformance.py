@@ -329,10 +329,12 @@ async def test_a_stop_token_ends_a_completion_and_stands_in_it(server, client):
     greedy = await generate(client, server, temperature=0.0)
     stop = int(greedy.tokens[2])
     first = greedy.tokens.tolist().index(stop)
-    completion = await generate(client, server, temperature=0.0, stop_token_ids=[stop])
-    assert completion.finish_reason == "stop"
-    assert completion.tokens.tolist() == greedy.tokens[: first + 1].tolist()
-    assert len(completion.logprobs) == len(completion.versions) == first + 1
+    for bound in (8, first + 1):  # Also in the last place that it may have.
+        sampling = {"temperature": 0.0, "stop_token_ids": [stop], "max_new_tokens": bound}
+        completion = await generate(client, server, **sampling)
+        assert completion.finish_reason == "stop"
+        assert completion.tokens.tolist() == greedy.tokens[: first + 1].tolist()
+        assert len(completion.logprobs) == len(completion.versions) == first + 1
 
 
 @on_sglang_api("embedded")
