@@ -106,6 +106,8 @@ def test_a_sandbox_that_was_lost_is_made_anew_and_is_no_verdict():
             "def f(n):\n    return n + 1\n\n    # more",
         ),
         ("```\nx = 3\n```", "def f(n):\n    return", "x = 3"),
+        ("```text\n4\n```\nSo:\n```python\nx = 1\n```\nDone.", "", "x = 1"),
+        ("```Python\nx = 1\n```\nIt prints\n```text\n4\n```\n", "", "x = 1"),
     ],
 )
 def test_a_program_is_the_last_block_or_the_prefix_and_what_is_indented(

@@ -18,7 +18,8 @@ from typing import Any
 from jaxrl_async.extras.programs import sandbox
 from jaxrl_async.extras.programs.inside import canonical
 
-_FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*([^\s`]*)[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+_PYTHON = ("", "python", "python3", "py")  # what stands behind a fence
 _LIMITS = ("wall_secs", "memory_bytes", "processes", "disk_bytes", "output_bytes")
 
 
@@ -34,9 +35,9 @@ class Tests:
 def code(completion: str, answer: str, metadata: Mapping[str, Any]) -> float:
     """1.0 when the completion's program passes every test within its bounds, else 0.0.
 
-    The program is the last fenced block of the completion, or all of it. Where the example's metadata has a "prefix",
-    the beginning of the program that the prompt showed, it is the prefix and the completion's first lines up to one
-    that is not indented.
+    The program is the last fenced block of Python, or of no language, in the completion, or all of it. Where the
+    example's metadata has a "prefix", the beginning of the program that the prompt showed, it is the prefix and the
+    completion's first lines up to one that is not indented.
 
     Args:
       answer: a list of tests in JSON, each `"assert f(2) == 4"`, `"assert f(2)"`, `"assert not f(2)"` or
@@ -61,7 +62,8 @@ def code(completion: str, answer: str, metadata: Mapping[str, Any]) -> float:
 
 def program_of(completion: str, prefix: str = "") -> str:
     """The program in a completion, as `code` reads it."""
-    blocks = _FENCE.findall(completion)
+    # Blocks of other languages are read, too: the end of one begins no block.
+    blocks = [text for name, text in _FENCE.findall(completion) if name.lower() in _PYTHON]
     if blocks:
         return blocks[-1]
     if not prefix:
