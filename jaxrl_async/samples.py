@@ -75,8 +75,11 @@ def text_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> 
 def choose(
     step: int, groups: Sequence[Group], count: int, decode: Decode, max_chars: int = MAX_CHARS
 ) -> list[CompletionText]:
-    """`count` trajectories of a step, evenly spaced by reward from the highest to the lowest; of equals, the first."""
-    ranked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    """`count` trajectories of a step, evenly spaced by reward from the highest to the lowest; of equals, the first.
+
+    Of the groups of other learner processes there are no tokens, so that none of them is chosen.
+    """
+    ranked = [(g, row) for g in groups for row in g.trajectories if row.mask.any()]
     ranked.sort(key=lambda pair: -_reward(pair[1]))
     places = np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int)
     chosen = [ranked[int(place)] for place in places]
@@ -102,7 +105,8 @@ class SampleWriter:
         """Writes samples of a step's groups, in one line."""
         if self._file is None:
             return
-        found = choose(step, groups, self.per_step, self.decode)
+        if not (found := choose(step, groups, self.per_step, self.decode)):
+            return
         rows = [sealed.sealed(dataclasses.asdict(sample)) for sample in found]
         self._file.write(json.dumps(rows) + "\n")
         self._file.flush()

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_async import metrics, samples
+from jaxrl_async.queue import wire
 from jaxrl_async.types import Group, Trajectory
 
 
@@ -49,6 +50,19 @@ def test_more_are_evenly_spaced_by_reward_and_none_is_doubled():
     groups = [group(0, *(trajectory(str(i), float(i)) for i in range(5)))]
     kept = {n: [s.reward for s in samples.choose(1, groups, n, decode)] for n in (1, 3, 9)}
     assert kept == {1: [4.0], 3: [4.0, 2.0, 0.0], 9: [4.0, 3.0, 2.0, 1.0, 0.0]}
+
+
+def test_groups_of_other_learner_processes_are_no_samples(tmp_path):
+    """They come without their tokens."""
+    others = wire.encode_group(group(1, trajectory("9", 5.0), trajectory("8", -5.0)))
+    outline = wire.decode_outline(wire.encode_outline(others))
+    writer = samples.SampleWriter(tmp_path, decode, per_step=2)
+    writer.write(1, [outline, group(0, trajectory("2", 1.0)), outline])
+    writer.write(2, [outline])
+    writer.close()
+    said = []
+    assert [s.completion for s in samples.read_samples(tmp_path, said.append)[1]] == ["2"]
+    assert not said
 
 
 def test_a_row_of_several_says_which_it_is(tmp_path):
