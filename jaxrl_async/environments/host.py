@@ -43,7 +43,8 @@ class Host:
     memory_bytes: int  # bound on a process's address space beyond its imports; 0 for none
 
     def __post_init__(self):
-        self._places = asyncio.Semaphore(self.num_processes)  # in order of arrival
+        # In order of arrival; of one event loop, up to `close`.
+        self._places = asyncio.Semaphore(self.num_processes)
         self.num_waiting = 0  # episodes without a process
         self._idle: list[child.Process] = []
         self._alive: set[child.Process] = set()
@@ -56,6 +57,7 @@ class Host:
           EpisodeTimeoutError: none came free.
           EpisodeError: its process did not start; or of its calls.
         """
+        places = self._places
         await self._take_place()
         try:
             process = await self._process()
@@ -68,10 +70,11 @@ class Host:
                 else:
                     await self._end(process)
         finally:
-            self._places.release()
+            places.release()
 
     async def close(self) -> None:
-        """Kills all processes."""
+        """Kills all processes; the next episodes may be of another event loop."""
+        self._places = asyncio.Semaphore(self.num_processes)
         self._idle.clear()
         await asyncio.gather(*(self._end(process) for process in list(self._alive)))
 

@@ -287,6 +287,22 @@ async def test_whole_episodes_share_a_process_and_at_most_num_processes_run_at_o
             os.kill(int(pid), 0)
 
 
+def test_episodes_wait_for_a_process_in_every_event_loop_that_runs_them():
+    """`evaluate` scores each checkpoint in a loop of its own."""
+    runner = runner_of("fixtures.environments:Own", num_processes=1)
+
+    async def rewards():
+        policies = [Policy("stop") for _ in range(3)]
+        try:
+            runs = (runner.run(prompt_of("a"), policy, rng) for policy in policies)
+            found = await asyncio.gather(*runs, return_exceptions=True)
+            return [getattr(row, "reward", row) for row in found]
+        finally:
+            await runner.close()
+
+    assert asyncio.run(rewards()) == asyncio.run(rewards()) == [1.0] * 3
+
+
 async def test_a_wait_for_a_free_process_is_named_and_ends_with_the_episodes_before_it():
     rollout = rollout_of("fixtures.environments:Own", num_processes=1, episode_secs=0.2)
     assert rollout.waits_for() == "its environment 'fixtures.environments:Own'"
