@@ -14,7 +14,7 @@ _DIGITS = (
 # A number, a fraction, or a mixed number; a sign only where it cannot be an operator.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-\u2212]|(?<==)\s{0,9}[-\u2212]\s?)?[$£€¥₹]?(?P<inner_sign>(?<=[$£€¥₹])[-\u2212])?"
-    rf"(?:(?P<whole>[0-9]{{1,9}})\s(?=[0-9]+\s?/))?(?P<digits>{_DIGITS})(?:\s?/\s?(?P<divisor>{_DIGITS})|(?P<ratio>(?::[0-9]+)+))?"
+    rf"(?:(?P<whole>[0-9]{{1,9}})[^\S\n](?=[0-9]+\s?/))?(?P<digits>{_DIGITS})(?:\s?/\s?(?P<divisor>{_DIGITS})|(?P<ratio>(?::[0-9]+)+))?"
 )
 _PART = r"\{\s?([-\u2212]?[0-9][0-9.,]*)\s?\}"  # of a fraction of LaTeX
 _FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])")  # one character, behind a number or not

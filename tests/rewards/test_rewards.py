@@ -43,6 +43,7 @@ from jaxrl_async.tasks import Example
         ("#### 3/4", "3/4"),
         ("12/4 = 3", 3),
         ("1 1/2 cups", "3/2"),
+        ("#### 5\n10/2 apples", 5),  # Of one line alone.
         (r"2\dfrac{1}{2}", "5/2"),
         (r"\tfrac34", "3/4"),
         (r"\frac{-3}{4}", "-3/4"),
