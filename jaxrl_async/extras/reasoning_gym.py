@@ -30,6 +30,7 @@ class ReasoningGym(Table):
     train: str | Sequence[str] = "train"
     prompt: str = "question"
     metadata: str | Sequence[str] = _KEY
+    completion: str = "completion"  # the answer as `score` finds it
     template: str = TEMPLATE
     reward: str = f"{__name__}:score"
 
@@ -42,7 +43,9 @@ class ReasoningGym(Table):
         for index in range(self.size):
             entry = _load(arguments)[index]
             where = {"arguments": arguments, "index": index}
-            columns = {"question": entry["question"], "answer": str(entry["answer"]), _KEY: where}
+            answer = str(entry["answer"])
+            columns = {"question": entry["question"], "answer": answer, _KEY: where}
+            columns["completion"] = f"<answer>{answer}</answer>"
             yield f"question {index} of {self.dataset!r}", columns
 
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jaxrl_async.extras import reasoning_gym
 from jaxrl_async.rewards import names_seen, reward_function
 from jaxrl_async.tasks import make_task
 
@@ -40,6 +41,14 @@ def test_equal_arguments_give_equal_splits_that_share_no_question(chain_sum):
         for seed in (0, 1)
     )
     assert one != other  # The seed is the data set's too.
+
+
+def test_a_warm_start_imitates_answers_that_score(monkeypatch):
+    entries = [{"question": f"{i} + 1", "answer": i + 1} for i in range(4)]
+    monkeypatch.setattr(reasoning_gym, "_load", lambda arguments: entries)
+    task = make_task("reasoning_gym:sums", size=4, num_test=1)
+    shown = dict(task.demonstrations())
+    assert shown == {e.text: f"<answer>{e.answer}</answer>" for e in task.examples("train")}
 
 
 @pytest.mark.parametrize(
