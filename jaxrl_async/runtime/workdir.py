@@ -217,7 +217,8 @@ def differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Key → (value in the workdir's config.json, value in a config) where they differ, by key; {} without config.json.
 
-    A workdir without one has that in checkpoint.directory, of a run on another machine.
+    A workdir without one has that in checkpoint.directory, of a run on another machine. With a model.path nobody reads
+    the shape that a config states, and it is left out.
     Old workdirs are read as `config.build.from_json` reads them; MISSING stands for a key that one of them lacks.
 
     Raises:
@@ -226,7 +227,9 @@ def differences(
     if not (path := _config_of(workdir, config)).is_file():
         return {}
     old, new = dict(_flat(_read(path))), dict(_flat(_values(config)))
-    pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old.keys() | new.keys()}
+    keys = old.keys() | new.keys()
+    keys -= {f"model.{name}" for name in SHAPE} if config.model.path else set()
+    pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in keys}
     return {key: pairs[key] for key in sorted(pairs) if pairs[key][0] != pairs[key][1]}
 
 
@@ -242,11 +245,8 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
       StartError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
     said, path = [], _config_of(workdir, config)
-    shape = {f"model.{name}" for name in SHAPE} if config.model.path else ()
     free = (*FREE, "learner.num_minibatches") if config.learner.get("blocks", 1) == 1 else FREE
     for key, values in differences(workdir, config).items():
-        if key in shape:  # Nobody reads it.
-            continue
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {path}: {key} {words}")
         if key not in free and (reason := _reason(key)) and not _splits_alike(key, *values):

@@ -22,11 +22,14 @@ import numpy as np
 import pytest
 import yaml
 from fixtures import browser
+from fixtures.models import TINY
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import sweep as script
 from jaxrl_async.config.loss import ANCHORS
 from jaxrl_async.config.settings import MODES, SettingsError
+from jaxrl_async.models import hf
+from jaxrl_async.roles import start
 from jaxrl_async.sweeps import driver, page
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 
@@ -531,6 +534,27 @@ def test_a_workdir_of_another_config_is_refused(program, sweep_file, tmp_path, c
     err = capsys.readouterr().err
     assert "DIR/a holds another run: its config.learner" in err and "--dir" in err
     assert calls(tmp_path / "DIR") == []
+
+
+def test_a_point_that_starts_from_a_checkpoint_is_gathered_after_it_began(
+    program, sweep_file, tmp_path, capsys
+):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf.write_config(TINY)))
+    path = {"model.path": f"{tmp_path}/model", "warm_start.num_steps": 0}
+    sweep_file.write_text(sweep_file.read_text().replace("4}", f"4, **{path}}}"))
+    config = config_lib.config_of_point(
+        sweep := config_lib.load_sweep(str(sweep_file)), sweep.points[0]
+    )
+    settings = config_lib.settings_of(config)
+    argv = [f"--sweep={sweep_file}", f"--dir={tmp_path}/DIR", "--gather"]
+    assert start.begin(config, settings, tmp_path / "DIR" / "a", resume=False)
+    assert script.main(argv, program) == 0
+    (tmp_path / "DIR" / "b").mkdir()
+    config.model.path = "another"
+    (tmp_path / "DIR" / "b" / "config.json").write_text(config.to_json())
+    assert script.main(argv, program) == 2
+    assert "DIR/b holds another run: its config.model.path is 'another'" in capsys.readouterr().err
 
 
 # ── clusters ────────────────────────────────────────────────────────────────────────────────────────────────────────
