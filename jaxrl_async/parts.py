@@ -749,9 +749,11 @@ def checkpoint_params(
 
     config = model_config_of(settings, tokenizer_of(settings, workdir))
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    # No program runs, and the run's kernel may be of another device than this one.
+    learner = dataclasses.replace(settings.learner, attention_kernel="xla")
     with contextlib.closing(checkpoints_of(settings, workdir)) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        train_step = train_step_of(settings, config, mesh)
+        train_step = train_step_of(dataclasses.replace(settings, learner=learner), config, mesh)
         state, _ = checkpoints.restore(step, train_step.abstract_state())
     train_step.freeze(base_params(settings, workdir, config, mesh))
     return step, train_step.all_params(state.params)

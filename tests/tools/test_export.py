@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 
 import jax
@@ -281,3 +282,13 @@ def test_the_model_that_a_run_starts_from_has_the_tokenizer_that_the_run_would_t
     tiny = f"--config.task.args.directory={CONFIGS.parent / 'tests/gsm8k_tiny'}"
     assert main(["init", f"--config={CONFIGS}/gsm8k_tiny.py:smoke", tiny, f"--out={tmp_path}"]) == 0
     assert HFTokenizer(tmp_path).encode(TEXT)
+
+
+def test_a_run_with_a_kernel_of_another_device_is_exported_on_this_one(run, tmp_path):
+    workdir, _, _ = run
+    own = shutil.copytree(workdir, tmp_path / "run")
+    config = json.loads((own / "config.json").read_text())
+    config["learner"] |= {"attention_kernel": "triton", "row_tokens": 128}
+    config["model"]["dtype"] = "bfloat16"
+    (own / "config.json").write_text(json.dumps(config))
+    assert main(["export", f"--workdir={own}", f"--out={tmp_path / 'out'}"]) == 0
