@@ -332,6 +332,59 @@ def slurm(tmp_path, monkeypatch):
     return run
 
 
+# Of Slurm: the learner makes checkpoint $STEP and fails; the others, and the script, end with their job.
+FAILS = '[ -z "$STEP" ] || { mkdir -p BUCKET/$STEP && touch BUCKET/$STEP/commit_success.txt; }; exit 137'
+FAKES = {
+    "srun": f"case $* in *--het-group=0*) {FAILS} ;; esac; until [ -e ENDED ]; do sleep 0.1; done",
+    "scancel": "touch ENDED",
+    "scontrol": "touch REQUEUED; kill -9 $PPID",
+    "python": f'case $* in "-m jaxrl_async pod "*) {FAILS} ;; esac; exec {sys.executable} "$@"',
+}
+
+
+@pytest.fixture
+def failing_job(tmp_path, monkeypatch):
+    """Starts a job that keeps checkpoints in a bucket, and whose learner fails: whether it is requeued."""
+    places = {name.upper(): tmp_path / name for name in ("bucket", "ended", "requeued")}
+    for directory in (tmp_path / "a", tmp_path / "a.nodes" / "run"):
+        directory.mkdir(parents=True)
+        content = json.dumps({"checkpoint": {"directory": str(places["BUCKET"])}})
+        (directory / "config.json").write_text(content)
+    (tmp_path / "bin").mkdir()
+    for name, text in FAKES.items():
+        text = re.sub("|".join(places), lambda found: str(places[found[0]]), text)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("JAXRL_PYTHON", "python")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+
+    def start(*words, step=""):
+        for name in ("ENDED", "REQUEUED"):
+            places[name].unlink(missing_ok=True)
+        environ = os.environ | {"STEP": str(step)}
+        subprocess.run(["bash", *words, QUICKSTART, tmp_path / "a"], env=environ, timeout=120)
+        return places["REQUEUED"].exists()
+
+    return start
+
+
+def test_a_job_is_requeued_while_its_checkpoints_come_into_the_bucket(failing_job):
+    """Its workdir has no checkpoints/."""
+    script = LAUNCH / "slurm.sbatch"
+    assert failing_job(script) and failing_job(script, step=0)
+    assert failing_job(script, step=4) and failing_job(script)
+    assert not failing_job(script)
+
+
+def test_a_job_of_pod_is_requeued_where_a_checkpoint_came_into_the_bucket(failing_job, monkeypatch):
+    monkeypatch.setenv("NODES", "node[1-3]")
+    words = (LAUNCH / "slurm_pod.sbatch", "2")
+    assert not failing_job(*words)
+    assert failing_job(*words, step=0) and not failing_job(*words)
+
+
 TWO = ("--config.learner.num_processes=2", "--config.learner.data=2")
 TWO_LEARNERS = ("#SBATCH --nodes=1", "#SBATCH --nodes=2")  # the first such line
 
