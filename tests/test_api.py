@@ -5,13 +5,17 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import jaxrl_async
 from jaxrl_async import rewards, tasks
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.learner.train_step import mesh_of
+from jaxrl_async.metrics import read_metrics
 from jaxrl_async.roles import start
 from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.tools import replay
 
 MODULE = """
 import jaxrl_async
@@ -62,6 +66,7 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
     echo_task, tmp_path, monkeypatch, capsys
 ):
     config = smoke(**{"learner.groups_per_step": 4, "warm_start.num_steps": 0})
+    config.learner.update(schedule="cosine", warmup_updates=3)  # of 4 updates
     with config.unlocked():
         config.task.args = {}
     config.task.name = "echo"
@@ -76,6 +81,10 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
     assert row["step"] == 2 and 0 <= row["greedy_low"] <= row["greedy"] <= row["greedy_high"] <= 1
     assert run.report().read_text().startswith("<!doctype html>")
     assert len(run.replay(tmp_path / "again").metrics) == 2  # else it would have raised
+    monkeypatch.setattr(replay, "mesh_of", lambda learner: mesh_of(learner, jax.devices()[:1]))
+    replay.replay(settings_of(config), run.workdir, out=tmp_path / "until", until=1)
+    (found,) = read_metrics(tmp_path / "until")
+    assert found["learner/learning_rate"] == run.metrics[0]["learner/learning_rate"] > 0
     with pytest.raises(ValueError, match="holds a run"):
         jaxrl_async.run(config, workdir=run.workdir)
     assert jaxrl_async.run(config, workdir=run.workdir, resume=True).metrics == run.metrics

@@ -8,16 +8,16 @@ from jaxrl_async.types import Chunk
 
 
 class ReplayQueue:
-    """A `GroupSource` that reads a journal. It never waits, and changes nothing."""
+    """A `GroupSource` that reads a journal, up to a step. It never waits, and changes nothing."""
 
-    def __init__(self, reader: JournalReader):
-        self._reader = reader
+    def __init__(self, reader: JournalReader, last: int):
+        self._reader, self._last = reader, last
 
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
         """Yields the chunks of a step as they were. Raises JournalError: its groups are forgotten or damaged."""
-        for index in range(self._reader.num_chunks(step)):
+        for index in range(self._reader.num_chunks(step) if step <= self._last else 0):
             groups, last = self._reader.chunk(step, index)
             yield Chunk(step, index, groups, last)
 

@@ -124,9 +124,10 @@ def replay(
             if step == last:
                 ours.save(step, state, position)
 
+        num_steps = max(last, settings.learner.num_steps)  # Rates follow from those of the run.
         replayed = dataclasses.replace(
             settings,
-            learner=dataclasses.replace(settings.learner, num_steps=last),
+            learner=dataclasses.replace(settings.learner, num_steps=num_steps),
             checkpoint=dataclasses.replace(settings.checkpoint, every_steps=1),
         )
         learners.train(
@@ -135,7 +136,7 @@ def replay(
             settings=replayed,
             train_step=train_step,
             pack=parts.packer_of(settings),
-            queue=ReplayQueue(reader),
+            queue=ReplayQueue(reader, last),
             publisher=_Nobody(),
             save=save,
             metrics=metrics,

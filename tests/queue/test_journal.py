@@ -602,7 +602,7 @@ async def test_rows_of_a_sample_survive_a_kill_and_are_replayed(tmp_path):
         await queue.commit(1)
         assert (await queue.status()).lengths["completion/trained"] == (3 + 4 + 3) / 2
     reader = JournalReader(left)
-    (replayed,) = ReplayQueue(reader).lease(1, 1.0, lambda: False)
+    (replayed,) = ReplayQueue(reader, 1).lease(1, 1.0, lambda: False)
     for found in (chunk, replayed):
         assert [g.prompt_index for g in found.groups] == [0, 1, 2, 3]
         for of_permit in found.groups:
