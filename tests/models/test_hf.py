@@ -175,6 +175,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
     [
         # With rope_theta in rope_parameters alone, transformers takes its class's.
         ("Qwen3", dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), YARN),
+        ("Mixtral", MIXTRAL | dict(head_dim=8), YARN),
         ("Llama", dict(), YARN | dict(rope_theta=5e5)),
         ("Llama", dict(max_position_embeddings=32), dict(type="yarn", factor=None)),
         ("Qwen2", dict(rope_parameters=LLAMA3_ROPE), dict(rope_type="linear", factor=4.0)),

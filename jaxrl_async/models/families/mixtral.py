@@ -11,6 +11,10 @@ _MLP = "model.layers.{}.block_sparse_moe"
 _EXPERT = _MLP + ".experts.{}"
 
 
+def _rope_of(hf):
+    return llama.FAMILY.rope_of({"rope_theta": 1_000_000.0, **hf})
+
+
 def _read(hf):
     window = hf.get("sliding_window")
     return {
@@ -63,6 +67,7 @@ FAMILY = dataclasses.replace(
         f"{_EXPERT}.w3.weight",
         f"{_EXPERT}.w2.weight",
     ),
+    rope_of=_rope_of,
     read=_read,
     write=_write,
     refused=_refused,
