@@ -33,10 +33,11 @@ def main(argv: list[str]) -> int:
     if settings.learner.num_processes > 1:
         raise UsageError("replay runs one process: --config.learner.num_processes=1")
     turns = ("--config.learner.blocks", "--config.learner.num_minibatches")
-    if flags.first and settings.learner.blocks > 1 and any(w.startswith(turns) for w in changed):
+    plain = settings.learner.blocks == 1 and settings.learner.schedule == "constant"
+    if flags.first and not plain and any(w.startswith(turns) for w in changed):
         raise UsageError(
             f"another learner.blocks or learner.num_minibatches starts from checkpoint 0, got --first={flags.first}: "
-            "whose turn it is, and Adam's count, follow from all updates made"
+            "whose turn it is, Adam's count, and a learner.schedule follow from all updates made"
         )
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty: name another --out")

@@ -27,7 +27,9 @@ from jaxrl_async.tasks import TASKS
 _PROMPTS = "the journal and the checkpoint count prompts of the old stream"
 _MODEL = "the checkpoint holds the old model"
 _MOMENTS = "the checkpoint holds the old optimizer's state"
-_TURNS = "the turns of the blocks and their optimizer's counts follow from the updates made"
+_TURNS = (
+    "turns of blocks, their optimizer's counts and a learner.schedule follow from the updates made"
+)
 FIXED = {
     "mode": "its outstanding prompts were admitted under the old mode's bound on staleness",
     "seed": "samples and delays are drawn from it",
@@ -39,7 +41,7 @@ FIXED = {
     "rollout.group_size": "the journal holds groups of the old size",
     "learner.groups_per_step": "the journal holds steps of the old size",
     "learner.blocks": _TURNS,
-    "learner.num_minibatches": _TURNS,  # of several blocks
+    "learner.num_minibatches": _TURNS,  # of several blocks, or with a schedule
     "learner.optimizer": _MOMENTS,
     "model": _MODEL,
 }
@@ -245,7 +247,9 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
       StartError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
     said, path = [], _config_of(workdir, config)
-    free = (*FREE, "learner.num_minibatches") if config.learner.get("blocks", 1) == 1 else FREE
+    learner = config.learner
+    plain = learner.get("blocks", 1) == 1 and learner.get("schedule", "constant") == "constant"
+    free = (*FREE, "learner.num_minibatches") if plain else FREE
     for key, values in differences(workdir, config).items():
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {path}: {key} {words}")

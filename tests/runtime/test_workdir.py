@@ -128,11 +128,14 @@ def test_what_changes_no_number_of_the_model_is_taken(workdir, started):
     assert started[0].model.remat
 
 
-def test_the_updates_of_a_step_change_only_where_no_blocks_take_turns(workdir, started, capsys):
+@pytest.mark.parametrize("counted", [{"blocks": 2}, {"schedule": "cosine"}], ids=str)
+def test_the_updates_of_a_step_change_only_where_nothing_follows_from_their_number(
+    counted, workdir, started, capsys
+):
     minibatches = "--config.learner.num_minibatches=4"
     assert resume(workdir, minibatches) == 0
     values = json.loads((workdir / "config.json").read_text())
-    values["learner"] |= {"num_minibatches": 2, "blocks": 2}
+    values["learner"] |= {"num_minibatches": 2, **counted}
     del values["crc"]
     (workdir / "config.json").write_text(json.dumps(values))
     assert resume(workdir, minibatches) == 2
