@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import math
 import pathlib
+import shutil
 import socket
 import sys
 import threading
@@ -89,6 +90,7 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     if not resume:  # Of a start that came to no checkpoint. No role of this one has begun.
         for path in workdir.glob(digest.FILES):
             path.unlink(missing_ok=True)
+        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
     parts.check_task(settings, workdir, task, splits)
     parts.check_sets(settings, workdir, sets)
     splits = _with_sets(splits, sets)

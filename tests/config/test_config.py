@@ -97,6 +97,13 @@ def test_a_shape_that_export_could_not_write_is_refused_and_an_old_run_goes_on(
     machine.prepare(settings, tmp_path, resume=True)
 
 
+def test_a_start_after_one_that_was_refused_has_the_tokenizer_of_its_own_settings(tmp_path):
+    words = [f"--config={QUICKSTART}:smoke", "--config.tokenizer.alphabet=0123456789"]
+    with pytest.raises(machine.StartError, match="lacks '[+=]'"):
+        machine.prepare(parse(*words), tmp_path)
+    machine.prepare(parse(f"{words[1]}+=", words[0]), tmp_path)
+
+
 @pytest.fixture
 def bounded(tmp_path):
     """Settings of a run with a model of so many positions: 8 + 4 tokens of prompt and completion, 16 of a request."""
