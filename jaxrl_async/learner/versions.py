@@ -88,6 +88,20 @@ class Versions:
         self._restored = -1
         self._known = False  # whether its files are still in the store, for comparison
 
+    def begin(self, state: TrainState, status: QueueStatus) -> None:
+        """Starts the first push of a new run, of version 0.
+
+        Raises:
+          DamagedError: the queue's journal is of another run.
+        """
+        if self.process == 0 and status.v_pub is not None:
+            raise DamagedError(
+                f"this run begins, and the queue's journal is of one that has published version {status.v_pub}, and "
+                "whose checkpoints are gone or elsewhere: name another --workdir or journal.path, or move the journal "
+                "away, with its -wal and -shm"
+            )
+        self.publish(0, self.snapshot(state))
+
     def resume(
         self,
         version: int,

@@ -380,7 +380,7 @@ class _Process:
         saves.check(wait=True)
         version, state, point = start.version, start.state, start.resume_point
         if point is None:
-            publisher.publish(version, publisher.snapshot(state))
+            publisher.begin(state, queue.status())
         else:
             publisher.resume(version, state, queue.status(), point, forked=start.forked)
         watch = disk.Watch(room)

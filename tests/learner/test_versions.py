@@ -23,6 +23,7 @@ from jaxrl_async.learner import processes
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.records import ResumePoint
+from jaxrl_async.sealed import DamagedError
 from jaxrl_async.versions.store import SCORES, WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
@@ -103,6 +104,15 @@ def test_a_drawn_delay_depends_on_the_seed_and_the_version_alone():
         return {n: Delay(3, uniform=True, seed=seed).held(n) for n in versions}
 
     assert draws(1, range(50)) == draws(1, reversed(range(50))) != draws(2, range(50))
+
+
+def test_a_new_run_does_not_go_on_with_the_journal_of_another_one(make, params):
+    run, state = make(NO_DELAY, keep=2), types.SimpleNamespace(params=params)
+    with pytest.raises(DamagedError, match="published version 7.*journal.path"):
+        run.versions.begin(state, empty_status(v_pub=7))
+    assert run.pushed == []
+    run.versions.begin(state, empty_status(v_pub=None))
+    assert run.pushed == [(0, 0, None)]
 
 
 def test_every_version_is_written_and_the_one_before_the_delay_is_given(make):
