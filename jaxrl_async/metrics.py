@@ -112,6 +112,7 @@ class MetricsWriter:
         self._file = sealed.open_lines(workdir / "metrics.jsonl")
         self._board = FileWriter(str(workdir / "tensorboard"))
         self._tracker = tracker
+        self._began = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step. Raises KeyError: a name that is not in METRICS."""
@@ -121,8 +122,12 @@ class MetricsWriter:
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
         self._file.write(json.dumps(sealed.sealed(finite(row))) + "\n")
         self._file.flush()
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+        if not self._began:  # TensorBoard then hides these steps of a process before.
+            self._began = True
+            self._board.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
         scalars = (Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items())
         # One event for the whole row: each event passes a queue between processes.
         self._board.add_summary(Summary(value=scalars), step)

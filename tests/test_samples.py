@@ -1,10 +1,10 @@
 """samples.jsonl: completions of each step as text, read back whole, after a kill and a resume too."""
 
 import json
-import struct
 
 import numpy as np
 import pytest
+from fixtures.tensorboard import events
 
 from jaxrl_async import metrics, samples
 from jaxrl_async.queue import wire
@@ -135,19 +135,6 @@ def test_any_text_survives_the_file(tmp_path):
     writer.close()
     assert len((tmp_path / "samples.jsonl").read_text("utf-8").splitlines()) == 1
     assert samples.read_samples(tmp_path)[1][0].completion == text
-
-
-def events(path):
-    """The events of a TensorBoard file: each is its length, a checksum of that, its bytes and their checksum."""
-    # It imports torch, which the run that wrote the file has hidden from it.
-    from tensorboardX.proto.event_pb2 import Event
-
-    data, found = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack_from("<Q", data)
-        found.append(Event.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return found
 
 
 def test_tensorboard_shows_them(tmp_path):
