@@ -94,6 +94,8 @@ def replay(
                 epoch,
             )
             break
+    if not changed:
+        _say_changes(workdir, first)
     config = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
     mesh = mesh_of(settings.learner)
     train_step = parts.train_step_of(settings, config, mesh)
@@ -156,6 +158,18 @@ def _check_task(settings: Settings, workdir: pathlib.Path) -> None:
         raise
     except Exception as error:
         log.warning("the task is not compared with the run's: %s", error)
+
+
+def _say_changes(workdir: pathlib.Path, first: int) -> None:
+    """Warns where a resume changed the settings after checkpoint `first`: a replay has those of the last steps."""
+    kept = workdir.glob("config.until-step-*.json")
+    until = max((int(path.stem.rpartition("-")[2]) for path in kept), default=0)
+    if until > first:
+        log.warning(
+            "the settings of the run changed after step %d, and a replay has those of now: it cannot equal the steps "
+            "before where they count. --first=%d begins with them, config.until-step-%d.json has those before",
+            *(until, until, until),
+        )
 
 
 def steps_of(

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jaxrl_async.tools.replay import ReplayError, steps_of
+from jaxrl_async.tools.replay import ReplayError, _say_changes, steps_of
 
 
 def reader(steps, **audit):
@@ -34,3 +34,13 @@ def test_a_journal_that_contradicts_itself_is_refused():
 def test_a_journal_without_a_step_is_named():
     with pytest.raises(ReplayError, match=r"journal run/journal\.sqlite has 1 to 4.*lacks \[2\]"):
         steps(reader([1, 3, 4]))
+
+
+def test_a_replay_of_steps_that_had_other_settings_says_so(tmp_path, caplog):
+    _say_changes(tmp_path, 0)
+    for step in (3, 20):
+        (tmp_path / f"config.until-step-{step}.json").touch()
+    _say_changes(tmp_path, 20)
+    assert caplog.text == ""
+    _say_changes(tmp_path, 3)
+    assert "changed after step 20" in caplog.text and "--first=20" in caplog.text
