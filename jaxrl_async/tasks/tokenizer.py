@@ -260,6 +260,7 @@ class HFTokenizer:
           FileNotFoundError, ValueError: as of `load_tokenizer`; or a stop token that is none, or no such date.
         """
         self._directory, self._all_files = pathlib.Path(directory), all_files
+        self._own_template = "" if chat_template == "none" else chat_template
         self._tokenizer = _read_tokenizer(self._directory / TOKENIZER_FILE)
         config = _read_json(self._directory / CONFIG_FILE)
         if all_files and "added_tokens_decoder" not in config:
@@ -405,8 +406,13 @@ class HFTokenizer:
         _write(pathlib.Path(directory), _content(self._directory))
 
     def hf_files(self) -> dict[str, bytes]:
-        """The files as they are, with the class and the tokens that end a completion added where they are left out."""
+        """The files as they are, with the class and the tokens that end a completion added where they are left out.
+
+        A chat template in the place of their own is among them.
+        """
         files = {name: self._directory / name for name in (*HF_FILES, *_FURTHER_HF_FILES)}
+        if self._own_template:
+            files[TEMPLATE_FILE] = pathlib.Path(self._own_template)
         found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
         config, generation = map(_read_json, (files[CONFIG_FILE], files[GENERATION_FILE]))
         return found | _hf_configs(config, generation, self)

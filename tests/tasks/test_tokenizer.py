@@ -301,11 +301,13 @@ def test_an_instruction_stands_before_the_question_and_a_system_prompt_before_bo
 
 def test_a_chat_template_may_be_left_out_or_replaced(tmp_path):
     directory = write_hf(tmp_path / "files", template=CHAT)
-    (tmp_path / "own.jinja").write_text("Q: {{ messages[0].content }}")
+    (tmp_path / "own.jinja").write_text(own := "Q: {{ messages[0].content }}")
     left_out = load_tokenizer(directory, chat_template="none")
     assert left_out.encode_prompt("pens?") == left_out.encode("pens?")
     replaced = load_tokenizer(directory, chat_template=str(tmp_path / "own.jinja"))
     assert replaced.encode_prompt("pens?") == left_out.encode("Q: pens?")
+    for tokenizer, template in ((left_out, CHAT), (replaced, own)):
+        assert tokenizer.hf_files()["chat_template.jinja"].decode() == template
     with pytest.raises(FileNotFoundError, match="chat_template = 'nowhere' is neither"):
         load_tokenizer(directory, chat_template="nowhere")
     with pytest.raises(ValueError, match="system_prompt = 'a' needs a chat template"):
