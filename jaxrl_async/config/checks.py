@@ -121,7 +121,7 @@ _OUTLASTED = (
 
 def check_new(s: Settings) -> None:
     """Refuses for a new run what earlier ones may have: waits out of order, a loss that does less than its name says,
-    and a group of 1, in which every advantage is 0.
+    a group of 1, in which every advantage is 0, and a warm start that the mesh of a resumed run cannot divide.
 
     Raises:
       SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
@@ -131,6 +131,8 @@ def check_new(s: Settings) -> None:
         found.append(
             _needs_peers(s) + ": the baseline is the group's mean, so that each advantage is 0"
         )
+    if s.warm_start.num_steps and s.warm_start.batch_size % s.learner.row_shards:
+        found.append(f"{_is(s, 'warm_start.batch_size')} must be a multiple of {_shards(s)}")
     waits = [(a, b) for a, b in _OUTLASTED if not _value(s, a) < _value(s, b)]
     found += [f"{_is(s, shorter)} must be < {_is(s, longer)}" for shorter, longer in waits]
     try:
@@ -441,10 +443,7 @@ def _of_shapes(s: Settings) -> Iterator[str]:
     if exceeded := [_is(s, key) for key in keys if longest > _value(s, key)]:
         longest = f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest}"
         yield f"{longest} exceeds {' and '.join(exceeded)}"
-    row_shards = learner.row_shards
-    slices = "learner.slices · " if learner.slices > 1 else ""
-    expert = " · learner.expert" if learner.expert > 1 else ""
-    shards = f"{slices}learner.data · learner.fsdp{expert} = {row_shards}"
+    row_shards, shards = learner.row_shards, _shards(s)
     if learner.microbatch_rows % row_shards:
         yield f"{_is(s, 'learner.microbatch_rows')} must be a multiple of {shards}"
     if row_shards % learner.num_processes:  # Each has rows of its own.
@@ -457,6 +456,13 @@ def _of_shapes(s: Settings) -> Iterator[str]:
     for key in ["learner.row_tokens", *warmed]:
         if _value(s, key) % learner.context:
             yield f"{_is(s, key)} must be a multiple of {_is(s, 'learner.context')}"
+
+
+def _shards(s: Settings) -> str:
+    """`learner.row_shards` in words."""
+    slices = "learner.slices · " if s.learner.slices > 1 else ""
+    expert = " · learner.expert" if s.learner.expert > 1 else ""
+    return f"{slices}learner.data · learner.fsdp{expert} = {s.learner.row_shards}"
 
 
 def _of_model(s: Settings) -> Iterator[str]:

@@ -826,6 +826,19 @@ def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
         checks.check_new(equal)
 
 
+def test_a_new_warm_start_is_divided_by_the_mesh_and_a_resumed_run_has_made_it():
+    words = (
+        f"--config={QUICKSTART}",
+        "--config.learner.fsdp=3",
+        "--config.learner.microbatch_rows=63",
+    )
+    settings = parse(*words)
+    with pytest.raises(SettingsError, match=r"warm_start.batch_size = 128 .*learner.fsdp = 3"):
+        checks.check_new(settings)
+    checks.check_new(parse(*words, "--config.warm_start.batch_size=126"))
+    checks.check_new(parse(*words, "--config.warm_start.num_steps=0"))
+
+
 def test_a_warm_up_that_is_longer_than_the_run_is_warned_about(tmp_path, capsys):
     flags = ["--config.learner.num_steps=5", "--config.learner.num_minibatches=2"]
     assert not checks.warnings(parse(f"--config={QUICKSTART}", *flags))
