@@ -7,6 +7,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+RETRY_SECS = 1.0  # between two attempts to end a pause
+
 log = logging.getLogger(__name__)
 
 
@@ -35,13 +37,33 @@ class PauseLease(Lease):
     """The end of the pause under way."""
 
     def __init__(self, resume: Callable[[], Awaitable[object]]):
-        """`resume`: ends a pause, as /continue_generation does."""
+        """`resume`: ends a pause, as /continue_generation does. It is called again where it raises."""
         super().__init__(self._expire)
         self._resume = resume
         self._resuming: asyncio.Task | None = None
         self.num_expired = 0  # pauses that were ended here
 
+    def end(self) -> None:
+        """Ends the lease; the pause is no longer ended here."""
+        super().end()
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+
     def _expire(self, secs: float) -> None:
         self.num_expired += 1
         log.warning("no word from the learner for %g s of a pause: the server continues", secs)
-        self._resuming = asyncio.ensure_future(self._resume())
+        self._resuming = asyncio.create_task(self._resume_at_last())
+
+    async def _resume_at_last(self) -> None:
+        said = ""
+        while True:
+            try:
+                await self._resume()
+                return
+            except Exception as error:
+                reason = str(error) or type(error).__name__
+            if reason != said:
+                log.error("the pause does not end, and is tried every %g s: %s", RETRY_SECS, reason)
+            said = reason
+            await asyncio.sleep(RETRY_SECS)

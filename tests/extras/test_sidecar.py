@@ -323,6 +323,26 @@ async def test_a_refused_end_of_a_pause_leaves_it_its_lease(make_server):
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("fault", ["refuses", "is_gone"])
+async def test_a_pause_that_the_server_does_not_end_is_tried_again(fault, make_server, monkeypatch):
+    server = make_server()
+    monkeypatch.setattr(pause_lease, "RETRY_SECS", 0.01)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        if fault == "refuses":
+            server.fail["/continue_generation"] = (503, "busy")
+        else:
+            server.drop.add("/continue_generation")
+        pause = {"mode": "retract", "timeout_secs": 5.0, "lease_secs": 0.05}
+        await SglangApi(client, address).pause(**pause)
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while server.routes().count("/continue_generation") < 2:
+                await asyncio.sleep(0.01)
+            server.fail.clear()
+            server.drop.clear()
+            while server.paused:
+                await asyncio.sleep(0.01)
+
+
 async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):
     server, path = make_server(), write(1)
     server.api_key, server.admin_api_key = "a" * 32, "b" * 32

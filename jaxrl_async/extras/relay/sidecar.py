@@ -179,9 +179,11 @@ class Sidecar:
 
     async def resume(self) -> None:
         try:
-            await self._call(self._ends, {})
+            status, answer = await self._call(self._ends, {})
         except web.HTTPException as error:
-            log.error("a pause could not be ended: %s", error.text)
+            raise ConnectionError(error.text) from error
+        if status != 200:
+            raise RefusedError((status, answer))
 
     async def _info(self, request):
         """What the server says of itself, and that versions can be sent here."""
