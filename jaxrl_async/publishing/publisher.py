@@ -221,9 +221,10 @@ class Publisher(Course):
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
         files, num_bytes = await asyncio.to_thread(_write, request.write)
-        is_served = any(s.state == HEALTHY and not s.reserved for s in self._servers)
+        lent = {s.serves for s in self._servers if s.reserved}
+        is_served = any(s.state == HEALTHY and s.serves not in lent for s in self._servers)
         if self._evaluating is not None and not is_served:
-            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
+            self._phase = f"the {self._evaluating.get_name()}, at the only HEALTHY address"
             await asyncio.wait({self._evaluating})
 
         self._pushing = True
@@ -268,7 +269,9 @@ class Publisher(Course):
             return
         server = healthy[-1]
         server.reserved = True
-        if len(healthy) > 1:
+        # With one behind a router its whole address would be STALE.
+        is_alone = sum(s.serves == server.serves for s in self._servers) == 1
+        if len(healthy) > 1 and is_alone:
             server.state, server.reason = STALE, f"evaluates version {version}"
             self._table.update(server)
         evaluate = self._evaluate(self.evaluation, client, server, version)

@@ -278,11 +278,11 @@ def lending(tmp_path, servers):
     """(publisher of servers, its evaluation, what the queue was told, write). It ends before the servers do."""
     store, publishers = WeightStore(tmp_path / "weights", keep=100), []
 
-    def start(servers, *, wanted=(0,), push_timeout_secs=WAIT_SECS):
-        told = []
+    def start(servers, *, wanted=(0,), push_timeout_secs=WAIT_SECS, router=None):
+        told, addresses = [], [server.address for server in servers]
         evaluation = Evaluation(told, wanted)
         publisher = Publisher(
-            {server.address: [server.address] for server in servers},
+            {router: addresses} if router else {address: [address] for address in addresses},
             client=InferenceClient(),
             transport=Transport("disk", mode="retract"),
             pin=store.pin,
@@ -370,6 +370,20 @@ def test_a_push_does_not_wait_for_the_lent_server_where_another_came_back(lendin
     assert [server.version for server in servers] == ["1", "2"] and not evaluation.over
     evaluation.go.set()
     wait_until(lambda: told[-1] == (2, [("HEALTHY", 2), ("HEALTHY", 2)]))
+
+
+def test_a_router_keeps_its_requests_while_a_server_behind_it_evaluates(lending, servers):
+    publisher, evaluation, told, publish = lending(servers, router="http://router:1")
+    publish(0)
+    wait_until(lambda: evaluation.ran)
+    assert told == [(0, [("HEALTHY", 0)])]
+    publish(1)
+    wait_until(lambda: "evaluation of version 0" in publisher.waits_for())
+    assert [server.version for server in servers] == ["0", "0"]
+    evaluation.go.set()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert told == [(0, [("HEALTHY", 0)]), (1, [("HEALTHY", 1)])]
+    assert [server.version for server in servers] == ["1", "1"] and evaluation.over == [0]
 
 
 def test_a_push_is_given_the_time_of_an_evaluation():
