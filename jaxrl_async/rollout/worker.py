@@ -262,11 +262,9 @@ class Worker:
                     for sample in range(self.group_size)
                 ]
         except BaseExceptionGroup as failures:
-            await self.sampler.abort(permit)
             raise _worst(failures) from None
-        except asyncio.CancelledError:
+        finally:  # Of a whole group, those that its rollout function gave up.
             await self.sampler.abort(permit)
-            raise
         rows = [sample.result() for sample in samples]
         firsts = self.runner.with_one_prompt([first for first, *_ in rows])
         with_firsts = [(first, *rest) for first, (_, *rest) in zip(firsts, rows, strict=True)]

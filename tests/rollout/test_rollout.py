@@ -1009,6 +1009,26 @@ async def test_the_other_requests_of_a_failed_group_are_ended_on_their_servers(
     assert asked and aborted(servers[1]) == asked
 
 
+async def test_a_request_that_a_rollout_function_gives_up_is_ended_with_its_group(
+    make_worker, queue, servers
+):
+    servers[0].hang.add("/generate")
+
+    async def impatient(prompt, generate):
+        call = asyncio.create_task(generate(prompt.tokens))
+        while "/generate" not in servers[0].routes():
+            await asyncio.sleep(0.001)
+        servers[0].hang.clear()
+        call.cancel()
+        await asyncio.wait({call})
+        return await single_turn(prompt, generate)
+
+    worker = make_worker(impatient, group_size=1)
+    await work_until(worker, lambda: queue.submitted)
+    assert aborted(servers[0]) == ["000000000000-0000-0000-0000"]
+    assert worker.sampler.num_running == 0
+
+
 async def test_a_trajectory_that_breaks_the_law_is_returned_as_invalid(make_worker, queue):
     async def too_long(prompt, generate):
         return await single_turn(prompt, lambda tokens: generate(tokens, max_new_tokens=6))
