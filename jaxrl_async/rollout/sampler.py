@@ -58,6 +58,7 @@ class Sampler:
         self.outage_secs = max(self.outage_secs, self.request_timeout_secs)
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
+        self._live: set[Permit] = set()  # that may sample: bound, and not aborted
         self._homes: dict[Permit, str] = {}  # the server of a group's first request
         # Of a group: the servers that sampled, each time with their oldest and newest version.
         self._sources: dict[Permit, list[tuple[str, int, int]]] = {}
@@ -73,6 +74,7 @@ class Sampler:
         Raises (when awaited):
           RolloutError: server_error, server_fault, foreign_version, timeout or aborted.
         """
+        self._live.add(permit)
         seed = request_seed(self.run_seed, permit, sample)
         return functools.partial(
             self._generate, _Requests(permit, _sample_prefix(permit, sample), seed)
@@ -101,7 +103,8 @@ class Sampler:
         self._sources.pop(permit, None)
 
     async def abort(self, permit: Permit) -> None:
-        """Ends the requests of a permit that may still run, on every server."""
+        """Ends the requests of a permit that may still run, on every server; none follows them."""
+        self._live.discard(permit)
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
         # One by one: SGLang ignores a prefix that is no live id itself.
@@ -134,7 +137,8 @@ class Sampler:
         still answer: its requests are aborted there, so that they bring their tokens.
         """
         for rid, call in self._calls.items():
-            address = self._running[rid]
+            if (address := self._running.get(rid)) is None:
+                continue  # It was aborted, and a task that outlives its group waits for it.
             if self.fleet.has_left(address):
                 if rid not in self._drains:
                     drain = asyncio.create_task(self._drain(rid, address, call))
@@ -165,6 +169,8 @@ class Sampler:
         reason, detail, failed = "", "", ""
         retry = redraws = 0
         while retry <= self.max_retries:
+            if requests.permit not in self._live:
+                raise RolloutError("aborted", f"{requests.permit} has ended")
             before = self.clock.now()
             address = await self._route(requests, failed)
             deadline += self.clock.now() - before

@@ -478,6 +478,30 @@ async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers
     await asyncio.gather(*tasks[2:], return_exceptions=True)
 
 
+async def test_a_task_that_outlives_its_group_samples_no_more(client, servers):
+    """As of `asyncio.gather`, which leaves the other tasks where one fails."""
+    first, other = servers
+    is_aborted = asyncio.Event()
+
+    async def generate(payload):
+        while not is_aborted.is_set():
+            await asyncio.sleep(0.001)
+        return web.json_response(answer(expected_tokens()[:2], versions=[("3", 2)], reason="abort"))
+
+    first.generate, fleet = generate, make_fleet(servers)
+    sampler = make_sampler(client, fleet)
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    while "/generate" not in first.routes():
+        await asyncio.sleep(0.001)
+    await sampler.abort(PERMIT)
+    fleet.update([ServerRecord(other.address, "HEALTHY", 3)])
+    sampler.cancel_dead()  # while the call is not answered yet
+    is_aborted.set()
+    with pytest.raises(RolloutError, match="has ended"):
+        await asyncio.wait_for(task, 20.0)
+    assert first.routes() == ["/generate", "/abort_request"] and not other.calls
+
+
 async def test_requests_of_a_server_that_went_silent_go_on_elsewhere(client, servers):
     """A stopped process closes no connection: the publisher's word ends the wait."""
     silent, other = servers
