@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import json
 import time
+import types
 
 import aiohttp
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from aiohttp.http_writer import StreamWriter
 from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
+from jaxrl_async.servers import kinds
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import checked_completion, read_completion
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
@@ -539,6 +541,21 @@ async def test_an_answer_that_is_nested_without_end_is_an_answer_of_no_known_kin
             await client.recognise(server.address, timeout_secs=10)
         with pytest.raises(NonsenseError, match="malformed"):
             await generate(client, server.address)
+
+
+async def test_a_server_of_no_known_kind_is_recognised_within_one_deadline(monkeypatch):
+    now, given = [0.0], []
+
+    class Slow(InferenceClient):
+        async def call(self, method, address, route, body, timeout_secs, **more):
+            given.append(timeout_secs)
+            now[0] += 3.0
+            return {"message": "a page"}
+
+    monkeypatch.setattr(kinds, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    with pytest.raises(ServerError, match="of no known kind"):
+        await Slow().recognise("http://somewhere:1", timeout_secs=5.0)
+    assert given == [5.0, 2.0]
 
 
 async def test_an_answer_beyond_its_bound_is_not_read(server):

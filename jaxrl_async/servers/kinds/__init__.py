@@ -40,8 +40,8 @@ async def recognise(
     routes = list(dict.fromkeys(route for route, _ in TABLE.values()))
     if known is not None:
         routes.sort(key=lambda route: route != known.INFO)
-    left = timeout_secs
     for route in routes:
+        left = max(deadline - time.monotonic(), 1e-3)
         try:
             info = await client.call("GET", address, route, None, left, is_short=True)
         except ServerError as error:
@@ -49,7 +49,7 @@ async def recognise(
             is_other = bool(missing or unknown) and error.status in (401, 403)
             if error.status not in (404, 405) and not is_other:
                 raise
-            missing, left = missing or error, max(deadline - time.monotonic(), 1e-3)
+            missing = missing or error
             continue
         for of_kind, name in TABLE.values():
             if of_kind == route and (kind := names.load(name)).recognises(info):
