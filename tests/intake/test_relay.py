@@ -17,8 +17,8 @@ from jaxrl_async.intake import relay
 from jaxrl_async.models import hf
 from jaxrl_async.publishing import fanout
 from jaxrl_async.publishing.transports import Transport
-from jaxrl_async.servers.client import NO_HEADERS, InferenceClient
-from jaxrl_async.servers.port import ServerError
+from jaxrl_async.servers.client import NO_HEADERS, InferenceClient, no_answer
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
@@ -386,6 +386,24 @@ async def test_a_push_goes_around_a_server_that_is_lost(fleet, tmp_path):
     await assert_hold(fleet, path, 1)
     assert set(client.uploads) == {addresses[0]}
     assert (addresses[1], lost) in client.fetches and (addresses[1], addresses[0]) in client.fetches
+
+
+async def test_the_next_attempt_goes_around_a_server_that_sends_too_slowly(fleet, tmp_path):
+    stored = StoredVersion(versions(WeightStore(tmp_path, keep=2))(1))
+    addresses = [address_of(client) for client in fleet[:2]]
+
+    class Slow(CountingClient):
+        async def call(self, method, address, route, *args, **call):
+            if route == protocol.FETCH:
+                raise no_answer(address, route, 1.0)
+            return await super().call(method, address, route, *args, **call)
+
+    async with Slow() as client:
+        assert await push(client, addresses[:1], stored, 1, fanout=1) == [None]
+        (error,) = await push(client, addresses[1:], stored, 1, fanout=1)
+        assert isinstance(error, ServerTimeoutError)
+        assert await push(client, addresses[1:], stored, 1, fanout=1) == [None]
+    await assert_hold(fleet[:2], stored, 1)
 
 
 def _files(path):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import cast
 
 from jaxrl_async.servers.kinds.base import HttpKind
-from jaxrl_async.servers.port import Pausable, Push, ServerError
+from jaxrl_async.servers.port import Pausable, Push, ServerError, ServerTimeoutError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion
 
@@ -100,9 +100,11 @@ class Intake(HttpKind):
                     await self.post(protocol.FETCH, fetch.body(), left)
                     return
                 except ServerError as error:
+                    is_late = isinstance(error, ServerTimeoutError)
+                    if is_late or error.status == protocol.NO_SOURCE:
+                        tree.fail(source)  # Where it drips, the next attempt goes around it.
                     if error.status != protocol.NO_SOURCE:
                         raise
-                    tree.fail(source)
                     log.warning("%s: goes around %s: %s", self.address, source, error.reason)
         for file in files:
             push.check_wanted()
