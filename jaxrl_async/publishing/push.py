@@ -136,7 +136,7 @@ class Push:
 
     async def difference(self, base: str | None) -> pathlib.Path | None:
         """The file that leads from the version which the server has kept; None: it needs the full one."""
-        if not self.options.delta or base in (None, self.stored.digest):
+        if not self.options.delta or base is None:
             return None
         try:
             async with asyncio.timeout(self.left()):

@@ -377,6 +377,22 @@ async def test_after_a_first_version_in_full_a_server_gets_differences(
     assert sum(versions[1].values()) < sum(versions[0].values())
 
 
+@pytest.mark.parametrize("transport", ["disk", "stream"])
+@pytest.mark.parametrize("number", [1, 2])
+async def test_weights_that_a_server_has_kept_go_out_as_a_difference(
+    client, server, step, transport, number
+):
+    """Of a second attempt at a version, or of an unchanged one."""
+    await delta_push(transport, client, server, path := step(1), 1)
+    if number == 2:
+        first = StoredVersion(path)
+        same = [(name, first.tensor(name)) for name in first.names()]
+        path = WeightStore(path.parent, keep=2).write(2, same, {"a": 1})
+    await delta_push(transport, client, server, path, number)
+    assert difference_of(server) == [None, f"from-{number:08d}.difference"]
+    assert server.prepared == (str(number), read_manifest(path)["digest"])
+
+
 _FILES = ("config.json", "manifest.json", "model.safetensors")
 
 
