@@ -468,7 +468,8 @@ class _Rates:
         sums = collections.Counter()
         for role in roles:
             now, last = role.secs, self._secs.get(role.role, {})
-            if now.get(UP, 0.0) < last.get(UP, 0.0):  # The role was restarted.
+            # The role was restarted, perhaps longer ago than the last process ran.
+            if any(now.get(stage, 0.0) < secs for stage, secs in last.items()):
                 last = {}
             if (elapsed := now.get(UP, 0.0) - last.get(UP, 0.0)) > 0:
                 spent = {stage: now[stage] - last.get(stage, 0.0) for stage in now if stage != UP}

@@ -435,10 +435,13 @@ def test_workers_per_stage_are_the_mean_since_their_last_report():
     second = reported(up=12.0, generating=82.0, scoring=5.0, idle=2.0)
     other = dataclasses.replace(first, role="rollout-1")
     assert logged(second, other) == [1.0 + 8.0, 0.0 + 0.5, 0.5 + 0.1]
-    restarted = reported(up=1.0, generating=3.0, scoring=0.0, idle=0.0)  # a new process
+    # New processes; the second one is older than the first was.
+    again = reported(up=1.0, generating=3.0, scoring=0.0, idle=0.0)
+    restarted = reported(up=2.0, generating=2.0, scoring=4.0, idle=0.0)
+    assert logged(again)[0] == 3.0 and logged(restarted) == [1.0, 2.0, 0.0]
     silent = dataclasses.replace(other, silent_secs=11.0)
     learner_itself = RoleStatus("learner-0", 0.0, (), {})
-    assert logged(restarted, silent, learner_itself) == [3.0, 0.0, 0.0]
+    assert logged(restarted, silent, learner_itself) == [1.0, 2.0, 0.0]
 
 
 def test_metrics_of_a_staleness_count_by_its_tokens():
