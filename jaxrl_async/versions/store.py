@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import mmap
 import os
 import pathlib
@@ -37,6 +38,8 @@ SCORES = "scores.npy"
 ADAPTER = "adapter_"  # prefix of the files of an adapter
 MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -218,11 +221,17 @@ class WeightStore:
         return self._root / f"{_TEMPORARY}{self.writer.generation}-{version}"
 
     def _sweep(self) -> None:
-        """Removes the leftovers of a crash, but for those of a younger learner."""
+        """Removes the leftovers of a crash, but for those of a younger learner.
+
+        On NFS a directory stays as long as a server has a file of it open: it is removed with a later version.
+        """
         for entry in self._root.glob(f"{_TEMPORARY}*"):
             generation = entry.name.removeprefix(_TEMPORARY).partition("-")[0]
             if not generation.isdecimal() or int(generation) <= self.writer.generation:
-                shutil.rmtree(entry)
+                try:
+                    shutil.rmtree(entry)
+                except OSError as error:
+                    log.warning("%s cannot be removed yet: %s", entry, error)
 
     def _generation(self, version: int) -> int:
         """The generation of the learner that wrote a version; 0 where it is of another run, or unknown."""

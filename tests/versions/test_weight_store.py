@@ -1,6 +1,8 @@
 """Versions on disk: whole or absent, readable by others, and every damage named."""
 
+import errno
 import json
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -208,3 +210,20 @@ def test_bad_input_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep.* 1.* 0"):
         make(tmp_path, keep=0)
     assert store.versions() == []
+
+
+def test_a_version_that_a_server_has_open_on_nfs_is_removed_with_a_later_one(tmp_path, monkeypatch):
+    store, rmtree, is_open = make(tmp_path, keep=1), shutil.rmtree, True
+
+    def on_nfs(path):
+        if is_open and path.name == ".aside-pruned-1":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", on_nfs)
+    for version in (1, 2):
+        store.write(version, tensors().items(), CONFIG)
+    assert store.versions() == [2]
+    is_open = False
+    store.write(3, tensors().items(), CONFIG)
+    assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["00000003"]
