@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -149,6 +150,29 @@ async def test_wrong_checksums_leave_a_name_that_no_client_accepts(client, serve
             timeout_secs=TIMEOUT_SECS,
         )
     assert caught.value.retryable
+
+
+async def test_the_version_of_a_wrong_tensor_is_looked_for_while_other_pushes_go_on(
+    client, server, path, tmp_path, monkeypatch
+):
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def origin(*_):
+        looks.set()
+        return ": looked for" if goes_on.wait(TIMEOUT_SECS) else ""
+
+    monkeypatch.setattr(checksums, "_origin", origin)
+    server.sglang = True
+    other = WeightStore(tmp_path / "other", keep=2).write(6, tensors(8).items(), {})
+    await push("disk", client, server, other, version=6)
+    keep_weights(server)
+    pushing = asyncio.create_task(push("disk", client, server, path))
+    async with asyncio.timeout(TIMEOUT_SECS):
+        while not looks.is_set():
+            await asyncio.sleep(0.001)
+    goes_on.set()
+    with pytest.raises(ServerError, match="looked for"):
+        await pushing
 
 
 async def test_tensors_of_another_name_are_named(client, server, path, tmp_path):
