@@ -256,6 +256,28 @@ async def test_all_other_calls_go_through_with_their_answers(make_server):
             assert info["hands_on"] is True and info["weight_version"] == "default"
 
 
+async def test_a_push_through_it_may_use_the_connection_of_a_probe(make_server, write):
+    server, seen = make_server(), asyncio.Queue()
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        probes = client.probes(
+            interval_secs=0.02,
+            timeout_secs=TIMEOUT_SECS,
+            is_wanted=lambda _: seen.empty(),
+            on_answer=lambda _, info: seen.put_nowait(info),
+        )
+        probes.add("server", address)
+        probing = asyncio.create_task(probes.run())
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while seen.empty():
+                await asyncio.sleep(0.01)
+        line = probes.open_line(address)
+        await push(client, address, path := write(1), 1)
+        assert line is not None and probes.open_line(address) is line
+        assert loaded(server) == read_manifest(path)["digest"] and not server.paused
+        probing.cancel()
+        await asyncio.wait({probing})
+
+
 async def test_a_server_that_is_gone_is_named(make_server):
     server = make_server()
     async with sidecars(server) as (address,), InferenceClient() as client:

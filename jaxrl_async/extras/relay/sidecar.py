@@ -29,6 +29,7 @@ from jaxrl_async.intake import routes
 from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
 from jaxrl_async.servers.kinds import vllm
 from jaxrl_async.servers.kinds.embedded import Embedded
+from jaxrl_async.servers.probes import MAX_ANSWER_BYTES
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
 from jaxrl_async.versions.store import StoredVersion
@@ -223,8 +224,11 @@ class Sidecar:
             return await self._answer(request, answer)
 
     async def _answer(self, request, answer):
-        """Passes an answer of the server on."""
-        response = web.StreamResponse(status=answer.status, headers=_ours(answer.headers))
+        """Passes an answer of the server on: a short one with its length, which the connection of a probe needs."""
+        passed = {"status": answer.status, "headers": _ours(answer.headers)}
+        if answer.content_length is not None and answer.content_length <= MAX_ANSWER_BYTES:
+            return web.Response(body=await answer.read(), **passed)
+        response = web.StreamResponse(**passed)
         await response.prepare(request)
         async for chunk in answer.content.iter_any():
             await response.write(chunk)
