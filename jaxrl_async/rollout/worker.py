@@ -101,8 +101,8 @@ class Worker:
         except BaseExceptionGroup as group:
             raise _worst(group) from None
         finally:
-            await self.runner.close()
             await self.queue.leave(self.name)
+            await self.runner.close()  # An agent that blocks takes the time that a stop leaves.
 
     def waits_for(self) -> str:
         """In words: what the worker waits for."""

@@ -941,6 +941,22 @@ async def test_a_rollout_role_that_gets_sigterm_leaves_its_permits_at_once(serve
                 await process.wait()
 
 
+async def test_a_worker_leaves_its_permits_before_it_waits_for_its_rollout_function(
+    make_worker, queue
+):
+    left = []
+
+    async def rollout(prompt, generate):
+        return await single_turn(prompt, generate)
+
+    async def close():  # As of an agent that blocks its thread, until the process is killed.
+        left.extend(queue.left)
+
+    rollout.close = close
+    await work_until(make_worker(rollout), lambda: queue.submitted)
+    assert left == queue.left == [("rollout-0", 1)]
+
+
 async def test_a_worker_with_an_old_table_asks_no_server(make_worker, queue, servers):
     first, second = servers
     queue.v_pub, second.version = 4, "4"  # The permit is of version 4, the table of version 3.
