@@ -42,8 +42,10 @@ def main(argv: list[str]) -> int:
     say_lost_best(workdir)
     best, known = best_version(workdir), checkpoint_steps(workdir)
     names = ["0"] if 0 in known or not known else []  # A replay's workdir has the last alone.
-    names += ["best"] if best not in (None, 0, max(known, default=0)) else []
+    names += ["best"] if best in known and best not in (0, max(known)) else []
     default = ",".join([*names, "last"])
+    if best is not None and best not in known and not flags.steps:
+        print(f"the best version, {best}, has no checkpoint, and is left out", file=sys.stderr)
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
     config = load_config(str(workdir / "config.json"))
     config.task.changed |= flags[TAKES].value

@@ -114,9 +114,12 @@ def test_the_verb_scores_the_best_version_by_default(tmp_path, monkeypatch, caps
         lambda settings, workdir, steps, sets: asked.append(steps) or [{"step": 4, "greedy": 0.5}],
     )
     assert verb.main([f"--workdir={tmp_path}"]) == 0
+    (tmp_path / "best.json").write_text(json.dumps({"version": 6, "greedy": 0.5}))
+    assert verb.main([f"--workdir={tmp_path}"]) == 0
+    assert "the best version, 6, has no checkpoint" in capsys.readouterr().err
     (tmp_path / "best.json").unlink()
     assert verb.main([f"--workdir={tmp_path}"]) == 0
-    assert asked == [[0, 4, None], [0, None]]
+    assert asked == [[0, 4, None], [0, None], [0, None]]
 
 
 def test_the_report_shows_both_scores_of_a_version(tmp_path):
