@@ -144,15 +144,20 @@ def check_new(s: Settings) -> None:
 
 def warnings(s: Settings) -> list[str]:
     """A sentence for each setting that a run may have, and hardly means."""
-    learner = s.learner
-    if learner.warmup_updates <= learner.num_updates:
-        return []
-    share = learner.num_updates / learner.warmup_updates
-    return [
-        f"learner.warmup_updates = {learner.warmup_updates} exceeds the run's {learner.num_updates} updates: the "
-        f"learning rate ends at {share * learner.learning_rate:g}, and never is learner.learning_rate = "
-        f"{learner.learning_rate:g}"
-    ]
+    learner, found = s.learner, []
+    if learner.warmup_updates > learner.num_updates:
+        share = learner.num_updates / learner.warmup_updates
+        found.append(
+            f"learner.warmup_updates = {learner.warmup_updates} exceeds the run's {learner.num_updates} updates: the "
+            f"learning rate ends at {share * learner.learning_rate:g}, and never is learner.learning_rate = "
+            f"{learner.learning_rate:g}"
+        )
+    if s.evaluate.every_steps % s.checkpoint.every_steps:
+        found.append(
+            f"{_is(s, 'evaluate.every_steps')} is no multiple of {_is(s, 'checkpoint.every_steps')}: the best version "
+            "may be one without a checkpoint, and is lost then"
+        )
+    return found
 
 
 def queue_access_of(settings: Settings) -> dict[str, Any]:

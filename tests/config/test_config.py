@@ -849,6 +849,13 @@ def test_a_warm_up_that_is_longer_than_the_run_is_warned_about(tmp_path, capsys)
     assert f"warning: learner.{said}learner.learning_rate = 0.0003\n" in capsys.readouterr().out
 
 
+def test_a_best_version_that_may_have_no_checkpoint_is_warned_about():
+    every = ["--config.evaluate.every_steps=10", "--config.checkpoint.every_steps=20"]
+    (said,) = checks.warnings(parse(f"--config={QUICKSTART}", *every))
+    assert "evaluate.every_steps = 10 is no multiple of checkpoint.every_steps = 20" in said
+    assert not checks.warnings(parse(f"--config={QUICKSTART}", "--config.evaluate.every_steps=0"))
+
+
 @pytest.mark.parametrize("advantage", [name for name in ADVANTAGES if name != "none"])
 def test_a_group_of_one_is_refused_by_every_advantage_whose_baseline_is_the_group(advantage):
     environment = ["--config.rollout.function=environment", "--config.environment.name=calculator"]
