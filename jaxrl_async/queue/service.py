@@ -172,6 +172,7 @@ class QueueService:
         # worker → its process, and the processes that had the name before
         self._instances: dict[str, tuple[str, set[str]]] = {}
         self._changed = asyncio.Event()
+        self._archiving = asyncio.Lock()
         self._ticked = clock()
         self.error: MemoryError | None = None  # in the midst of a call
         self._published = asyncio.Event()  # a version, a table of servers, or their loads
@@ -405,9 +406,13 @@ class QueueService:
         """Archives a copy of the journal, from which a queue resumes at the step of a checkpoint."""
         self._check_generation(request)
         if self.journal is not None and self.archive is not None:
-            path = await self.journal.snapshot(request.step)
-            await asyncio.to_thread(self.archive, request.step, path)
+            # A caller whose connection is lost leaves it at work, and asks again.
+            await asyncio.shield(self._archived(self.journal, self.archive, request.step))
         return pb.SnapshotReply()
+
+    async def _archived(self, journal: Journal, archive: Callable, step: int) -> None:
+        async with self._archiving:  # There is one file for copies.
+            await asyncio.to_thread(archive, step, await journal.snapshot(step))
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
         """Publishes a version, the table of servers, and at the first publication a resume point."""

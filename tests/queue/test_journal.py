@@ -19,6 +19,7 @@ from fixtures.queues import (
     connected,
     group,
     journaled,
+    make_service,
     opened,
     served,
     service_ends,
@@ -27,6 +28,7 @@ from fixtures.queues import (
 from hypothesis import strategies as st
 
 from jaxrl_async.queue import journal as journals
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
@@ -122,6 +124,34 @@ async def test_a_killed_queue_leaves_no_log_beside_its_journal(tmp_path):
     assert not log.exists()
     with contextlib.closing(JournalReader(left)) as reader:
         assert reader.steps() == [1] and not any(reader.audit().values())
+
+
+async def test_a_copy_that_is_asked_for_again_waits_for_the_one_at_work(tmp_path):
+    """The connection of the call before was lost."""
+    begun, goes_on, ended = [], threading.Event(), threading.Event()
+
+    def archive(step, path):
+        begun.append(step)
+        assert (goes_on if len(begun) == 1 else ended).wait(HANG_SECS)
+        path.rename(tmp_path / f"{len(list(tmp_path.glob('*.kept')))}.kept")
+        ended.set()
+
+    journal = Journal(tmp_path / "j", batch_groups=4)
+    service, request = make_service(journal=journal), pb.SnapshotRequest(step=0)
+    service.archive = archive
+    first = asyncio.create_task(service.Snapshot(request))
+    async with asyncio.timeout(HANG_SECS):
+        while not begun:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(service.Snapshot(request))
+        await asyncio.sleep(0)
+        await journal.flushed()
+        goes_on.set()
+        await second
+    assert len(list(tmp_path.glob("*.kept"))) == 2
+    service.close()
 
 
 async def test_the_run_and_its_newest_learner_survive_a_kill(tmp_path):
