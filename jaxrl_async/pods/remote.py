@@ -16,6 +16,7 @@ import secrets
 import shlex
 import signal
 import subprocess
+import sys
 import tarfile
 import threading
 import time
@@ -575,12 +576,19 @@ def _coming_home(shell: Shell, plan: Plan, workdir: pathlib.Path) -> Iterator[No
 
     thread = threading.Thread(target=often, name="collect", daemon=True)
     thread.start()
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
         over.set()
         thread.join(2 * COLLECT_SECS)
-        pull(shell, host, workdir, [*_STAYS, *[_JOURNAL] * elsewhere], secs=LONG_SECS)
-        if elsewhere:
-            pull(shell, plan.queue_host, workdir, ["[!j]*"], secs=LONG_SECS)
+        try:
+            pull(shell, host, workdir, [*_STAYS, *[_JOURNAL] * elsewhere], secs=LONG_SECS)
+            if elsewhere:
+                pull(shell, plan.queue_host, workdir, ["[!j]*"], secs=LONG_SECS)
+        except PodError as error:
+            if not has_failed:
+                raise
+            tqdm.tqdm.write(f"pod: {error}", file=sys.stderr)  # What ended the run is the error.
         settle(workdir / "journal.sqlite")

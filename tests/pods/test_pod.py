@@ -26,7 +26,7 @@ from jaxrl_async.pods import plan as plans
 from jaxrl_async.pods import remote
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.runtime import workdir
-from jaxrl_async.runtime.supervisor import free_port
+from jaxrl_async.runtime.supervisor import RoleDiedError, free_port
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 SSH = """#!/bin/sh
@@ -545,6 +545,22 @@ def test_the_log_of_a_role_is_there_when_it_has_started(hosts, tmp_path, monkeyp
     settings = make_settings(base_config().to_dict())
     about = (plan, shell, [], "", 0, 1, settings)
     assert remote.run(*about, workdir=tmp_path / "home", stop_requested=lambda: False)
+
+
+def test_what_ended_a_run_is_its_error_where_the_workdir_does_not_come_home(
+    hosts, tmp_path, capsys
+):
+    hosts(2)
+    plan = plans.make(plans.read_hosts((tmp_path / "hosts").read_text()), servers=1)
+    shell = remote.Shell(f"{tmp_path}/ssh {{host}}", "jaxrl", sys.executable)
+    (tmp_path / "a.down").touch()
+    with pytest.raises(RoleDiedError, match="role 'learner' ended"):
+        with remote._coming_home(shell, plan, tmp_path):
+            raise RoleDiedError("role 'learner' ended with exit code 1")
+    assert "pod: a: the workdir came not home" in capsys.readouterr().err
+    with pytest.raises(remote.PodError, match="a: the workdir came not home"):
+        with remote._coming_home(shell, plan, tmp_path):
+            pass
 
 
 def test_a_copy_that_cannot_begin_is_an_error_of_its_host(tmp_path, monkeypatch):
