@@ -170,7 +170,8 @@ class QueueClient:
 
     async def fail(self, role: str, message: str) -> None:
         """Reports that the run cannot go on. A queue without a group then refuses leases and permits with it."""
-        await self._calls.call("Report", pb.RoleReport(role=role, failure=message))
+        report = pb.RoleReport(role=role, failure=message[: wire.MAX_TEXT_CHARS])
+        await self._calls.call("Report", report)
 
 
 class LearnerQueue:

@@ -643,6 +643,15 @@ async def test_a_failure_that_a_worker_reports_ends_a_run_without_a_group():
         assert (await queue.status()).failure == "" and len(await queue.lease(1)) == 1
 
 
+async def test_a_failure_of_any_length_ends_a_run():
+    """An error may quote a long answer that is white space alone."""
+    async with opened() as queue:
+        await queue.publish(0)
+        await queue.client.fail("rollout-0", "the reward raises" + "\n" * 3000)
+        with pytest.raises(RunFailedError, match="^the reward raises"):
+            await queue.lease(1)
+
+
 async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():
     async with opened() as queue:
         lease = asyncio.create_task(queue.lease(1))
