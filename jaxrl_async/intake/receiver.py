@@ -5,7 +5,9 @@ methods. The receiver refuses what is not the learner's; how weights lie on a de
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
 import logging
@@ -15,7 +17,7 @@ import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from jaxrl_async import security
 from jaxrl_async.intake.copy import Copy, Source
@@ -104,8 +106,11 @@ class Receiver:
         self.lease = PauseLease(self.engine.resume)
 
     def open(self, parent: str = "") -> None:
-        """Makes a private directory for files, in `parent`; "": the temporary directory."""
-        self._root = tempfile.TemporaryDirectory(prefix="jaxrl-versions-", dir=parent or None)
+        """Makes a private directory for files, in `parent`; "": the temporary directory. Those of killed servers go."""
+        parent = parent or tempfile.gettempdir()
+        _remove_orphans(pathlib.Path(parent))
+        self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+        self._lock = _locked(pathlib.Path(self._root.name))
         files = pathlib.Path(self._root.name) / "versions"
         files.mkdir()
         max_bytes = self.max_bytes or shutil.disk_usage(files).free
@@ -122,6 +127,7 @@ class Receiver:
     def remove_files(self) -> None:
         """Removes the private directory."""
         self._root.cleanup()
+        self._lock.close()
 
     def info(self) -> dict[str, Any]:
         """Keys of the answer of MODEL_INFO."""
@@ -270,8 +276,30 @@ def _name(update: Update) -> str:
     return update.weight_version.removesuffix(protocol.UNVERIFIED)
 
 
+def _locked(root: pathlib.Path) -> IO[str]:
+    """Locks a directory as long as this process lives: the lock is held before it can be found there."""
+    file = open(root / f"{_LOCK}.new", "w")
+    with contextlib.suppress(OSError):  # Without locks it stays where this process is killed.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (root / f"{_LOCK}.new").rename(root / _LOCK)
+    return file
+
+
+def _remove_orphans(parent: pathlib.Path) -> None:
+    """Removes the directories of this user's processes that were killed, each as large as a version or two."""
+    for root in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # Its process lives, or another one removes it.
+            if root.lstat().st_uid == os.getuid():
+                with open(root / _LOCK) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(root)
+
+
 async def _remove(directory: pathlib.Path) -> None:
     await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
+# On a network's file system locks may be a host's own.
+_PREFIX = f"jaxrl-files-{os.uname().nodename}-"
+_LOCK = ".lock"
 _STATUS = {difference.DifferenceError: protocol.NO_DIFFERENCE, NoRoomError: protocol.NO_ROOM}

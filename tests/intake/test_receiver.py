@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -247,3 +249,32 @@ async def test_a_lease_out_of_its_bounds_is_refused(receiver, path):
     body = named(path, model_path=str(path))
     status, why = message(await receiver.prepare(body, "0"))
     assert status == 400 and protocol.LEASE_HEADER in why
+
+
+_OPENS = """
+import sys
+from jaxrl_async.intake.receiver import Receiver
+from types import SimpleNamespace
+receiver = Receiver(SimpleNamespace(resume=None))
+receiver.open(sys.argv[1])
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_the_files_of_a_server_that_was_killed_go_with_the_next_start(engine, tmp_path):
+    open_ = [sys.executable, "-c", _OPENS, str(tmp_path)]
+    with subprocess.Popen(open_, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        (killed,) = tmp_path.iterdir()
+        (killed / "copy").mkdir()
+        alive, last = Receiver(engine), Receiver(engine)
+        alive.open(str(tmp_path))
+        assert killed.exists()
+        process.kill()
+        process.wait()
+    last.open(str(tmp_path))
+    assert not killed.exists() and len(list(tmp_path.iterdir())) == 2
+    for receiver in (alive, last):
+        receiver.close()
+    assert list(tmp_path.iterdir()) == []
