@@ -40,8 +40,8 @@ async def recognise(
     routes = list(dict.fromkeys(route for route, _ in TABLE.values()))
     if known is not None:
         routes.sort(key=lambda route: route != known.INFO)
-    for route in routes:
-        left = max(deadline - time.monotonic(), 1e-3)
+    for place, route in enumerate(routes):
+        left = max(deadline - time.monotonic(), 1e-3) if place else timeout_secs
         try:
             info = await client.call("GET", address, route, None, left, is_short=True)
         except ServerError as error:
