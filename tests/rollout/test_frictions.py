@@ -182,4 +182,4 @@ def test_a_tokenizer_without_one_token_for_zero_is_refused(tokenizer, message):
 def test_a_missing_zero_is_found_before_any_role_starts(tmp_path):
     CharTokenizer("123456789+=").save(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match=r"rollout\.frictions\.actor_bug .*'0'"):
-        machine.prepare(settings_of("frictions.actor_bug=1"), tmp_path)
+        machine.prepare(settings_of("frictions.actor_bug=1"), tmp_path, resume=True)
