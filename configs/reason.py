@@ -5,8 +5,8 @@
 
 DIR holds the published train.jsonl and test.jsonl (https://github.com/openai/grade-school-math). `device=accelerator`,
 the default, is for one TPU chip of 16 GiB or a GPU of 24: Qwen3-0.6B from the Hugging Face hub, learner and engine in
-bfloat16 by turns. `fit` predicts 15.2 GiB on a v5e and 17.1 on a GPU; --config.learner.moment_dtype=bfloat16 and
---config.server.num_slots=16 save 2.3; with `lora` a v5e needs 5.6. `device=cpu` is for two cores: SmolLM2-135M,
+bfloat16 by turns. `fit` predicts 15.98 GiB on a v5e and 17.1 on a GPU; --config.learner.moment_dtype=bfloat16 and
+--config.server.num_slots=16 save 2.3; with `lora` a v5e needs 6.1. `device=cpu` is for two cores: SmolLM2-135M,
 with few and short answers, to try the path; it learns nothing in so few steps. Accuracy is not measured on either, and
 no accelerator was there.
 
