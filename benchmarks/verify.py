@@ -403,6 +403,7 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     agree = sum(row["overlap"] for row in found["check"])
     yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     found = result("which_loss_smollm2")
+    over: dict[int, str] = {}
     rates = {(row["method"], row["staleness"]): row["accuracy"] for row in found["choosing"]}
     for row in found["table"]:
         cell = row["method"], row["staleness"]
@@ -410,9 +411,16 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         runs = [run for run in found["runs"] if (run["method"], run["staleness"]) == cell]
         choosing = {run["seed"] for run in runs if run["rate"] != row["rate"]}
         ends = [_dot(run["curve"][-1][1]) for run in runs if run["seed"] not in choosing]
-        own = f"{', '.join(ends)} ({_rate(row['rate'])})"
+        ends[-1] += f" ({_rate(row['rate'])})"
         first = f"| {names[row['method']]} | {row['staleness']}"
-        yield "which_loss_smollm2", METHODS, f"{first} | {' | '.join(chosen)} | {own} |"
+        less = _interval(row["over"], signed=True)
+        of_seeds = [_pair(row["score"]), less] if len(ends) > 1 else ["–", "–"]
+        columns = [*chosen, ", ".join(ends), *of_seeds]
+        yield "which_loss_smollm2", METHODS, f"{first} | {' | '.join(columns)} |"
+        if cell[0] == "topr" and len(ends) > 1:
+            over[cell[1]] = less
+    text = ", ".join(f"η = {age} {less}" for age, less in sorted(over.items()))
+    yield "which_loss_smollm2", PAGE, f"TOPR less A-3PO {text}"
     shape = result("anchors")["shapes"]["17m"]
     plain, remat = (shape[k]["steps"]["recompute"]["over_behavior"] for k in ("no remat", "remat"))
     text = f"| {plain['median']:.2f}x ({remat['median']:.2f}x with remat) | quartiles "
