@@ -33,6 +33,10 @@ Answer = tuple[int, dict[str, Any]]
 
 log = logging.getLogger(__name__)
 
+# Of this host: on a network's file system each may have locks of its own.
+_PREFIX = f"jaxrl-files-{os.uname().nodename}-"
+_LOCK = ".lock"
+
 
 class RefusedError(ValueError):
     """A refusal of another server, which is the answer of this one."""
@@ -299,7 +303,4 @@ async def _remove(directory: pathlib.Path) -> None:
     await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
 
-# On a network's file system locks may be a host's own.
-_PREFIX = f"jaxrl-files-{os.uname().nodename}-"
-_LOCK = ".lock"
 _STATUS = {difference.DifferenceError: protocol.NO_DIFFERENCE, NoRoomError: protocol.NO_ROOM}

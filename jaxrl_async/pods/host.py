@@ -78,9 +78,10 @@ def _take_the_place(path: pathlib.Path) -> None:
 
 def _has(pid: int, name: str) -> bool:
     """Whether a process has this role of this directory: after a reboot the number is another's."""
-    words, of = f"\0jaxrl_async.pods.host\0{name}\0", pathlib.Path(f"/proc/{pid}")
+    words, process = f"\0jaxrl_async.pods.host\0{name}\0".encode(), pathlib.Path(f"/proc/{pid}")
     try:
-        return words.encode() in (of / "cmdline").read_bytes() and (of / "cwd").samefile(".")
+        is_named = words in (process / "cmdline").read_bytes()
+        return is_named and (process / "cwd").samefile(".")
     except OSError:
         return False
 

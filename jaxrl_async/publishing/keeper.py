@@ -211,7 +211,8 @@ class Keeper:
             pausing=course.pauses.turn,
             is_first=is_first,
         )
-        self._is_compared = self._is_compared and not (is_first or course.scores_every_push)
+        if is_first or course.scores_every_push:
+            self._is_compared = False
         if not self._is_compared:
             self._is_compared = await self._compare(kind, target)
         server.version, server.names = target.version, {target.name}

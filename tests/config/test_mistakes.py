@@ -232,6 +232,11 @@ WORDS = [
         ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.blocks=2"],
         ("learner.blocks", "checkpoint 0", "--first=2"),
     ),
+    (
+        ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.schedule=linear"]
+        + ["--config.learner.num_minibatches=2"],
+        ("learner.num_minibatches", "checkpoint 0", "--first=2", "learner.schedule"),
+    ),
     (["report", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
 ]
 

@@ -264,7 +264,7 @@ def _sizes_of(settings: Settings, servers: str) -> dict[str, Any]:
             s.queue.max_running_groups, s.rollout.num_workers * s.rollout.max_running_groups
         ),
         "max_attempts": s.queue.max_attempts,
-        "num_servers": len(s.server.addresses) or s.server.num_started or "",  # "": a list's
+        "num_servers": len(s.server.addresses) or s.server.num_started or "",  # "": to be given
         "num_slots": s.server.num_slots if servers == "embedded" else SLOTS,
         "max_new_tokens": s.rollout.max_new_tokens,
         "max_turns": s.environment.max_turns if s.rollout.function == "environment" else 0,

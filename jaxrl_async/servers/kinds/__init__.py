@@ -41,6 +41,7 @@ async def recognise(
     if known is not None:
         routes.sort(key=lambda route: route != known.INFO)
     for place, route in enumerate(routes):
+        # The first has all of it, to the digit that an error names.
         left = max(deadline - time.monotonic(), 1e-3) if place else timeout_secs
         try:
             info = await client.call("GET", address, route, None, left, is_short=True)
