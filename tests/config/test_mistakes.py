@@ -233,8 +233,8 @@ WORDS = [
         ("learner.blocks", "checkpoint 0", "--first=2"),
     ),
     (
-        ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.schedule=linear"]
-        + ["--config.learner.num_minibatches=2"],
+        "replay --workdir={tmp}/done --first=2 --config.learner.schedule=linear "
+        "--config.learner.num_minibatches=2".split(),
         ("learner.num_minibatches", "checkpoint 0", "--first=2", "learner.schedule"),
     ),
     (["report", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
