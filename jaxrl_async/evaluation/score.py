@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jaxrl_async import security
 from jaxrl_async.evaluation import scores
 from jaxrl_async.rewards.pool import PoolError, RewardPool
 from jaxrl_async.rollout.context import Generate, rng_of
+from jaxrl_async.rollout.failures import flattened
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.types import Prompt
@@ -85,6 +86,7 @@ async def _answers(
 ) -> tuple[np.ndarray, int]:
     """Whether answers are right, bool [P, 1 + n], the greedy ones first; and the number that failed."""
     failures: list[Exception] = []
+    faults = (EvaluationError, PoolError, ServerError)
     runner = wanted.runner
 
     async def is_right(number: int, sample: int, pool: RewardPool) -> bool:
@@ -95,10 +97,14 @@ async def _answers(
             found = await runner.run(prompt, generate, make_rng, is_trained=False)
             runner.check(found, is_trained=False)
             return runner.is_right(await runner.judge(found, prompt, pool))
-        except (EvaluationError, PoolError, ServerError):
+        except faults:
             raise
-        except Exception as error:  # The rollout function's own, an invalid trajectory, a reward.
-            failures.append(error)
+        except Exception as error:
+            flat = flattened(error)  # Calls that a rollout function makes at once fail as a group.
+            if fault := next((one for one in flat if isinstance(one, faults)), None):
+                raise fault from error
+            # The rollout function's own, an invalid trajectory, a reward.
+            failures.append(cast(Exception, flat[0]))
             return False
 
     numbers, samples = range(len(wanted.prompts)), range(num_samples + 1)

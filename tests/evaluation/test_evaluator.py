@@ -171,6 +171,20 @@ def test_a_token_of_another_version_is_no_score(servers, tmp_path, caplog):
     assert best_version(tmp_path) is None
 
 
+def test_a_fault_of_a_server_among_calls_at_once_is_no_score(servers, tmp_path, caplog):
+    async def at_once(prompt, context):
+        async with asyncio.TaskGroup() as calls:
+            first, _ = [calls.create_task(single_turn(prompt, context)) for _ in range(2)]
+        return first.result()
+
+    evaluator = make(tmp_path, [text(0, 0)], function=at_once)
+    servers[0].version = "8"
+    servers[0].answers = [answer([1, 2, 3], versions=[("8", 2), ("9", 1)])]
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "sampled tokens with version 9" in caplog.text
+    assert best_version(tmp_path) is None
+
+
 def test_a_server_that_hangs_ends_at_the_deadline(servers, tmp_path, caplog):
     evaluator = make(tmp_path, [text(0, 0)], timeout_secs=0.3)
     servers[0].hang.add("/generate")
