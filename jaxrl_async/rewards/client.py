@@ -61,7 +61,8 @@ class RewardClient:
     _: dataclasses.KW_ONLY
     timeout_secs: float  # the bound on a call in the services' pools
     outage_secs: float  # bound on the time from a call's first failed attempt to its last
-    wait_secs: float = WAIT_SECS  # added to timeout_secs, the deadline of an attempt
+    # Added to twice timeout_secs, the deadline of an attempt: a pool may make a call once more.
+    wait_secs: float = WAIT_SECS
     token: str | None = None  # bearer token of the services; None where they have none
     tls_ca: str = ""  # PEM file of the trusted authorities; "" for services without TLS
     clock: Callable[[], float] = time.monotonic  # seconds, monotonic
@@ -149,8 +150,9 @@ class RewardClient:
             try:
                 if not service.num_processes:  # It started, or started again, after this client.
                     await self._describe(service)
+                deadline_secs = 2 * self.timeout_secs + self.wait_secs
                 reply = await service.stub.Judge(
-                    request, timeout=self.timeout_secs + self.wait_secs, metadata=self._metadata
+                    request, timeout=deadline_secs, metadata=self._metadata
                 )
                 service.suspect_until = -math.inf
                 return reply

@@ -45,6 +45,11 @@ def judge(completion, answer, metadata):
     if completion == "nan":
         return float("nan")
     return {"reward": float(completion == answer), "length": len(completion), "worth": metadata["worth"]}
+
+def slow(completion, answer):
+    time.sleep(60)
+
+slow.times_out_as = 0.0
 """
 # A service of its own process, which can be killed and frozen.
 SERVICE = f"""
@@ -129,6 +134,15 @@ async def test_a_service_answers_and_fails_in_the_words_of_a_pool():
     for ours, theirs in zip(here[2:], there[2:], strict=True):
         assert type(ours) is type(theirs) and str(ours) == str(theirs)
         assert (ours.place, ours.traceback) == (theirs.place, theirs.traceback)
+
+
+async def test_an_answer_that_is_not_judged_in_time_twice_has_its_reward_from_a_service_too():
+    reward, secs = "service_reward:slow", 2.0
+    bounds = BOUNDS | {"num_processes": 2, "timeout_secs": secs}
+    bounds_here = {"timeout_secs": secs, "outage_secs": 0.1, "wait_secs": 1.5}
+    async with served(RewardPool(reward, **bounds)) as address:
+        async with RewardClient([address], reward, **bounds_here) as rewards:
+            assert await rewards.judge("any", "good") == Judgement(0.0, {pools.TIMED_OUT: 1.0})
 
 
 async def test_a_probe_needs_no_token():
