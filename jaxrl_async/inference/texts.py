@@ -126,12 +126,15 @@ class Texts:
         text = decode(ids[:end])
         stop = min((stop for stop in stops if stop in text), key=text.find)
         spans = (s for s in completion.spans if s.start < end)
+        routes, kept = completion.routes, completion.kept
         return dataclasses.replace(
             completion,
             output_ids=completion.output_ids[:end],
             logprobs=completion.logprobs[:end],
             spans=tuple(Span(s.version, s.start, min(s.end, end)) for s in spans),
             finish_reason={"type": "stop", "matched": stop},
+            routes=None if routes is None else routes[: completion.prompt_tokens + end],
+            kept=None if kept is None else kept[:end],
         )
 
     def sampling_of_generate(self, params: Any, prompt: Sequence[int]) -> Any:

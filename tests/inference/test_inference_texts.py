@@ -262,6 +262,17 @@ def test_a_part_of_a_character_or_of_a_stop_text_is_not_sent():
     assert now.finish_reason == {"type": "stop", "matched": "##END"}
 
 
+def test_what_ends_at_a_text_has_the_kept_ids_and_routes_of_its_own_tokens():
+    kept, routes = np.arange(6).reshape(3, 2), np.arange(5).reshape(5, 1, 1)
+    ids, logprobs = np.array(TOKENIZER.encode("1+2"), np.int32), np.zeros(3, np.float32)
+    end = {"type": "length", "length": 3}
+    whole = Completion("r", ids, logprobs, (), end, 2, 0, routes=routes, kept=kept)
+    found = texts.Texts(TOKENIZER, max_total_tokens=64, model="m").cut(whole, ["+"])
+    assert len(found.output_ids) == 2
+    assert found.kept.tolist() == kept[:2].tolist()
+    assert found.routes.tolist() == routes[:4].tolist()  # Of two tokens before it, too.
+
+
 async def test_log_probs_of_a_prompt_are_those_with_which_it_was_sampled(client):
     params = {"max_new_tokens": 20, "sampling_seed": 7, "temperature": 0.7}
     body = {"text": PROMPT, "sampling_params": params, "return_logprob": True}
