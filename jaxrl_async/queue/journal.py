@@ -41,7 +41,7 @@ from jaxrl_async.records import BLAMELESS, Identity, Permit, ResumePoint, new_ru
 from jaxrl_async.types import Group
 
 FORMAT = 3
-_FORMATS = (1, 2, FORMAT)  # 1: without totals and open_permits; 2: without checksums of rows
+_FORMATS = (2, FORMAT)  # 2: without checksums of rows
 BYTES_PER_TOKEN = 13  # of a group in the file: id, log-probability, version and mask of a token
 MAX_TRANSACTION = 256  # events
 # A call waits for at most one slice of the groups that are forgotten.
@@ -63,7 +63,8 @@ _NETWORK_FILE_SYSTEMS = frozenset(
     | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.glusterfs"}
 )
 
-_SCHEMA = """
+_OPEN = "state NOT IN ('trained', 'retired')"
+_SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE permits (
     prompt_index INTEGER PRIMARY KEY,
@@ -72,7 +73,7 @@ CREATE TABLE permits (
     reason TEXT NOT NULL,           -- of retired
     worker TEXT NOT NULL,
     completion_tokens INTEGER NOT NULL,
-    version INTEGER                 -- published when it was issued, NULL in older journals
+    version INTEGER                 -- published when it was issued, NULL where a resume point gave it
 );
 CREATE TABLE groups (
     arrival INTEGER PRIMARY KEY,
@@ -102,18 +103,14 @@ CREATE TABLE publications (
     run_epoch INTEGER NOT NULL,
     unix_time REAL NOT NULL
 );
+CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
 """
-# Since format 2.
-_OPEN = "state NOT IN ('trained', 'retired')"
 _OPEN_INDEXES = f"SELECT prompt_index FROM permits INDEXED BY open_permits WHERE {_OPEN}"
 _LOST = (
     f"SELECT prompt_index, COUNT(*) FROM returns WHERE prompt_index IN ({_OPEN_INDEXES}) "
     f"AND reason IN {tuple(sorted(BLAMELESS))} GROUP BY prompt_index"
 )
-_TOTALS = f"""
-CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
-"""
 # Since format 3: tables whose rows have a checksum, with the columns that it is of. Groups have one of their messages.
 _CHECKED = {
     "meta": "key, value",
@@ -235,7 +232,8 @@ class Journal:
         c.execute("BEGIN IMMEDIATE")  # Takes the lock now, or fails.
         tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if not tables:
-            _run_script(c, _SCHEMA + _TOTALS)
+            for statement in _SCHEMA.split(";"):  # `executescript` would end the transaction.
+                c.execute(statement)
             _set_meta(c, "format", FORMAT)
             _set_meta(c, "batch_groups", batch_groups)
             _add_checksums(c)
@@ -256,7 +254,7 @@ class Journal:
                 f"not {batch_groups}"
             )
         if meta["format"] < FORMAT:
-            _bring_up_to_date(c, meta["format"])
+            _bring_up_to_date(c)
         for table, columns in _CHECKED.items():  # Triggers of this connection alone keep them.
             new = ", ".join(f"NEW.{column}" for column in columns.split(", "))
             for event in ("INSERT", f"UPDATE OF {columns}"):
@@ -806,33 +804,12 @@ def _commit_row(resume_point: ResumePoint) -> tuple[int, str, float]:
     return resume_point.step, json.dumps(resume_point.to_json()), time.time()
 
 
-def _run_script(c: Connection, script: str) -> None:
-    """`executescript` would end the transaction."""
-    for statement in script.split(";"):
-        c.execute(statement)
-
-
-def _bring_up_to_date(c: Connection, found: int) -> None:
+def _bring_up_to_date(c: Connection) -> None:
     """Makes a journal of an older format one of this; it reads every row, once."""
     c.execute("BEGIN")
-    if found == 1:
-        _add_totals(c)
     _set_meta(c, "format", FORMAT)
     _add_checksums(c)
     c.execute("COMMIT")
-
-
-def _add_totals(c: Connection) -> None:
-    if not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)").fetchall()):
-        c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
-    _run_script(c, _TOTALS)
-    for sums in (
-        "SELECT 'completion_tokens', COALESCE(SUM(completion_tokens), 0) FROM permits",
-        "SELECT 'message_bytes', COALESCE(SUM(LENGTH(message)), 0) FROM groups",
-        "SELECT 'retired/' || reason, COUNT(*) FROM permits WHERE state = 'retired' GROUP BY reason",
-        "SELECT 'returned/' || reason, COUNT(*) FROM returns GROUP BY reason",
-    ):
-        c.execute(f"INSERT INTO totals {sums}")
 
 
 def _add_checksums(c: Connection) -> None:
