@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
 import os
 import pathlib
 import time
@@ -45,7 +44,6 @@ _INFORMATION_ROUTES = {
     *_INFO_ROUTES,
     *texts.KEYS,
 }
-log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 _GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs", "return_routed_experts"}
 

@@ -19,20 +19,18 @@ def takes(device: jax.Device, config, num_tokens: int) -> bool:
     return device.platform == "tpu" and fits and config.dtype == "bfloat16" and not config.windows
 
 
-def attend(q_BHC, new_k_BNC, new_v_BNC, k_LBNSC, v_LBNSC, first_B, at_B, layer):
+def attend(q_BHC, new_k_BNC, new_v_BNC, k_LBNSC, v_LBNSC, at_B, layer):
     """Writes each row's new key and value at its index `at` of a layer, and attends to the indexes ≤ at.
 
     Args:
       q_BHC, new_k_BNC, new_v_BNC: bfloat16, of one token of each row.
       k_LBNSC, v_LBNSC: the cache of all layers, of the same dtype, C and S multiples of 128.
-      first_B: int32 [B], not read: the kernel has no windows.
       at_B: int32 [B]. A row whose index lies outside the cache reads and writes nothing; its result is 0.
       layer: int32 [].
 
     Returns:
       attended [B, H, C], and the keys and values, which are updated in place where the enclosing jit donates them.
     """
-    del first_B
     _, B, N, S, C = k_LBNSC.shape
     rows, heads = jnp.ogrid[:B, :N]
     k, v = (

@@ -330,8 +330,9 @@ class Transformer(nnx.Module):
             q, new_k, new_v = block.project(x_B1D, rope)
             if attend:
                 new = (x[:, 0] for x in (q, new_k, new_v))
-                first_B = attention.first_of_window(positions_B, window or 0)
-                attended, k, v = attend(*new, cache.k, cache.v, first_B, positions_B, *index)
+                # Layers that lie together have no windows.
+                first = () if index else (attention.first_of_window(positions_B, window or 0),)
+                attended, k, v = attend(*new, cache.k, cache.v, *first, positions_B, *index)
             else:
                 k = cache.k.at[*index, rows, heads, at_B1].set(new_k[:, 0])
                 v = cache.v.at[*index, rows, heads, at_B1].set(new_v[:, 0])

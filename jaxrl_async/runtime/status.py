@@ -97,7 +97,8 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     """
     lines = [f"last step done: {'none' if step is None else step}"]
     if status is None:
-        lines.append(f"the queue does not answer{_process(processes, 'queue')}")
+        own = (f": its process {p.pid} {p.state}" for p in processes if p.role == "queue")
+        lines.append(f"the queue does not answer{next(own, '')}")
         return "\n".join([*lines, *_other(processes, "queue"), "end of the chain: the queue"])
     learner = [r for r in status.roles if r.role.startswith("learner")]
     workers = [r for r in status.roles if r.role.startswith("rollout")]
@@ -198,10 +199,6 @@ def _wait(wait: Wait) -> str:
 def _other(processes: Sequence[Process], named: str = "") -> list[str]:
     found = (p for p in processes if p.state != "runs" and p.role != named)
     return [f"{p.role} (pid {p.pid}) {p.state}" for p in found]
-
-
-def _process(processes: Sequence[Process], role: str) -> str:
-    return next((f": its process {p.pid} {p.state}" for p in processes if p.role == role), "")
 
 
 def _state_of(pid: int) -> str:

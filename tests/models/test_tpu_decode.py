@@ -40,7 +40,7 @@ def test_the_kernel_writes_a_token_and_attends_to_what_its_row_holds(H, N, S):
     in_float32 = (x.astype(jnp.float32) for x in (new[0][:, None], expected_k[1], expected_v[1]))
     expected = attention.cached_attention(*in_float32, seen)[:, 0].at[2].set(0)
     with pallas_tpu.force_tpu_interpret_mode():
-        attended, *cache = jax.jit(tpu_decode.attend)(*new, k, v, 0 * at, at, jnp.int32(1))
+        attended, *cache = jax.jit(tpu_decode.attend)(*new, k, v, at, jnp.int32(1))
     tolerance = 0.01 * np.abs(expected).max()
     np.testing.assert_allclose(np.asarray(attended, np.float32), expected, atol=tolerance, rtol=0)
     assert (cache[0] == expected_k).all() and (cache[1] == expected_v).all()

@@ -23,10 +23,6 @@ from jaxrl_async.servers.port import Completion, ServerError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
-CAUSES = (
-    "ok", "temperature", "truncation", "alignment", "cache", "version", "weights", "dtype", "sampler", "unexplained",
-)  # fmt: skip
-
 _FAR_OFF = 0.3  # nats, mean |d|: no rounding does this; other weights give 0.3 and more.
 _MAX_BEYOND = 0.01  # Share of tokens that may differ by more than 10 tolerances.
 _WORSE = 5.0  # A prefix-cache hit this many times as far off is wrong.
@@ -95,7 +91,7 @@ class Stats:
 class Verdict:
     """The likely cause, its symptom and a remedy."""
 
-    cause: str  # one of CAUSES
+    cause: str  # "ok", "temperature", "cache", …; "unexplained" where no hypothesis holds
     finding: str
     advice: str
 

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import logging
 import pathlib
 import ssl
 from collections.abc import AsyncIterator
@@ -43,8 +42,6 @@ _GENERATES = (*_KEYED, "/generate")  # with SGLang's: prefixes of the routes tha
 _ADAPTERS = "load_lora_adapter"  # ends the routes among them that change the server
 _DECISIVE = (200, 401, 403, 404, 405)  # statuses of a route that is there or is not
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
-
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
