@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 from jaxrl_async.cli.config import UsageError, failing, parse_flags, settings_of
+from jaxrl_async.runtime.workdir import counts_updates
 
 USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers.
 Compares every checkpoint with the run's, bit for bit. With --config.loss.… (or another learner setting) it trains
@@ -33,8 +34,8 @@ def main(argv: list[str]) -> int:
     if settings.learner.num_processes > 1:
         raise UsageError("replay runs one process: --config.learner.num_processes=1")
     turns = ("--config.learner.blocks", "--config.learner.num_minibatches")
-    plain = settings.learner.blocks == 1 and settings.learner.schedule == "constant"
-    if flags.first and not plain and any(w.startswith(turns) for w in changed):
+    is_counted = counts_updates(flags.config.learner)
+    if flags.first and is_counted and any(w.startswith(turns) for w in changed):
         raise UsageError(
             f"another learner.blocks or learner.num_minibatches starts from checkpoint 0, got --first={flags.first}: "
             "whose turn it is, Adam's count, and a learner.schedule follow from all updates made"

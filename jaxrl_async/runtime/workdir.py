@@ -247,9 +247,7 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
       StartError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
     said, path = [], _config_of(workdir, config)
-    learner = config.learner
-    plain = learner.get("blocks", 1) == 1 and learner.get("schedule", "constant") == "constant"
-    free = (*FREE, "learner.num_minibatches") if plain else FREE
+    free = FREE if counts_updates(config.learner) else (*FREE, "learner.num_minibatches")
     for key, values in differences(workdir, config).items():
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {path}: {key} {words}")
@@ -258,6 +256,11 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
             )
     return said
+
+
+def counts_updates(learner: ml_collections.ConfigDict) -> bool:
+    """Whether an update depends on the number of those before it: with several blocks, or a learner.schedule."""
+    return learner.get("blocks", 1) > 1 or learner.get("schedule", "constant") != "constant"
 
 
 def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
