@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from jaxrl_async import sealed
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
-FILE = "task_digest.json"  # of a workdir; those of evaluate.sets have their names before the suffix
-FILES = "task_digest*.json"
+FILES = "task_digest*.json"  # of a workdir; for *, "" or the name of one of evaluate.sets
 _MARK_CHARS = 12  # of a question's hash
 _TEXT_CHARS, _NUM_TEXTS = 60, 10_000  # 1 MB of a split, about
 _ENCODE = json.JSONEncoder(sort_keys=True).encode

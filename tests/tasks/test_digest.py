@@ -19,6 +19,7 @@ from jaxrl_async.roles import rollout
 from jaxrl_async.sealed import DamagedError
 from jaxrl_async.tasks import Example, digest
 
+FILE = "task_digest.json"
 TRAIN = [Example(f"{i}+1=", str(i + 1), {"level": i}) for i in range(10)]
 TEST = [Example("10+1=", "11")]
 SPLITS = {"train": TRAIN, "test": TEST}
@@ -87,7 +88,7 @@ def test_the_beginnings_of_texts_are_bounded_and_files_of_earlier_versions_have_
     many = digest.digest_of({"train": [Example("1" * 1000, "")] * 10_001})
     assert many.texts == {"train": ["1" * 60] * 10_000}
     found = vars(digest.digest_of(SPLITS))
-    (tmp_path / digest.FILE).write_text(json.dumps({k: found[k] for k in found if k != "texts"}))
+    (tmp_path / FILE).write_text(json.dumps({k: found[k] for k in found if k != "texts"}))
     splits, *words = CHANGES["text"]
     said = digest.difference(digest.read(tmp_path), digest.digest_of(splits), splits)
     assert words[0] in said and "begins" not in said
@@ -108,15 +109,15 @@ def test_a_run_keeps_the_first_digest(tmp_path):
     for splits in (SPLITS, CHANGES["text"][0]):
         digest.write(workdir, digest.digest_of(splits))
     assert digest.read(workdir) == digest.digest_of(SPLITS)
-    assert [path.name for path in workdir.iterdir()] == [digest.FILE]
-    text = (workdir / digest.FILE).read_text()
+    assert [path.name for path in workdir.iterdir()] == [FILE]
+    text = (workdir / FILE).read_text()
     mark = digest.read(workdir).marks["train"][0]
     for damaged in ("{", "{}", text.replace(mark, mark[::-1])):
-        (workdir / digest.FILE).write_text(damaged)
-        with pytest.raises(DamagedError, match=f"{digest.FILE} is damaged: .*; delete it"):
+        (workdir / FILE).write_text(damaged)
+        with pytest.raises(DamagedError, match=f"{FILE} is damaged: .*; delete it"):
             digest.read(workdir)
     unsealed = {name: value for name, value in json.loads(text).items() if name != "crc"}
-    (workdir / digest.FILE).write_text(json.dumps(unsealed))  # as of an earlier version
+    (workdir / FILE).write_text(json.dumps(unsealed))  # as of an earlier version
     assert digest.read(workdir) == digest.digest_of(SPLITS)
 
 
