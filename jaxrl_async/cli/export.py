@@ -28,8 +28,7 @@ def main(argv: list[str]) -> int:
     if flags.adapter and not settings.model.lora.rank:
         raise UsageError(f"--adapter: the run in {workdir} has none, its model.lora.rank is 0")
     out = pathlib.Path(flags.out).absolute()
-    # After the flags are known to be good: these load JAX.
-    from jaxrl_async.learner.checkpoint import CheckpointError
+    # After the flags are known to be good: it loads JAX.
     from jaxrl_async.tools.export import export
 
     try:
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
         step = export(settings, workdir, step, out, dtype=dtype, adapter=flags.adapter)
     except FileExistsError as error:
         raise UsageError(f"{error}: name another --out") from None
-    except (CheckpointError, OSError) as error:
+    except (OSError, ValueError) as error:
         raise FailedError(str(error)) from None
     print(f"checkpoint {step} of {workdir}: {out}")
     return 0

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     settings = settings_of(load_config(str(workdir / "config.json")))
     for chatty in ("absl", "jax"):  # They log every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return until_stopped(_serve(settings, workdir, flags.step, options))
+    return until_stopped(_serve(settings, workdir, flags.step, options), (OSError, ValueError))
 
 
 async def _serve(settings: Settings, workdir: pathlib.Path, step: int, options: dict) -> None:

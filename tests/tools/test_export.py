@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import socket
 import subprocess
 
 import jax
@@ -15,6 +16,7 @@ from fixtures.tokenizers_hf import CHAT, make_bpe, write_hf
 from flax import nnx
 
 from jaxrl_async import parts
+from jaxrl_async.cli import serving
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import hf, sharding, transformer
@@ -204,6 +206,33 @@ def test_what_cannot_be_exported_is_refused_and_named(run, tmp_path, capsys):
         assert main(["export", *words]) == code
         assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
+def test_the_verbs_of_a_checkpoint_say_in_a_line_what_they_cannot_read(
+    run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(serving.security, "log_to_stderr", lambda text: None)
+    workdir, out = tmp_path / "run", f"--out={tmp_path / 'out'}"
+    shutil.copytree(run[0], workdir)
+    here, missing = f"--workdir={workdir}", "no checkpoint 5 in"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for words, message in [
+            (["serve", here, "--step=5", "--port=0"], missing),
+            (["serve", here, f"--port={port}"], f"{port}"),
+        ]:
+            assert main(words) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert line.startswith("serve: ") and message in line
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text('{"model_type": "gpt2"}')
+    config = load_config(str(workdir / "config.json"))
+    config.model.path = str(tmp_path / "gpt")
+    (workdir / "config.json").write_text(config.to_json())
+    for words, code in ((["serve", here, "--port=0"], 2), (["export", here, out], 1)):
+        assert main(words) == code
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{words[0]}: ") and "'gpt2'" in line
 
 
 def params_in(directory, shape):
