@@ -93,14 +93,14 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
         )
         for point, config in zip(sweep.points, configs, strict=True)
     ]
-    if flags.submit:
-        return _submit(flags, jobs, directory, stem)
-    if not actions or flags.dry_run:
+    if not flags.submit and (not actions or flags.dry_run):
         for job in jobs:
             print(f"# finished: {job.shell}" if job.scored() else job.shell)
         return 0
     for job, config in zip(jobs, configs, strict=True):
         _check_workdir(job, config)
+    if flags.submit:
+        return _submit(flags, jobs, directory, stem)
     if flags.gather:
         print(page.write_page(sweep, jobs, directory))
         return 0

@@ -534,6 +534,11 @@ def test_a_workdir_of_another_config_is_refused(program, sweep_file, tmp_path, c
     err = capsys.readouterr().err
     assert "DIR/a holds another run: its config.learner" in err and "--dir" in err
     assert calls(tmp_path / "DIR") == []
+    # Its score is of another run, too: it is not left out of an array as finished.
+    (workdir / "evaluation.json").write_text('[{"step": 4, "greedy": 0.5}]')
+    for submit in (["slurm"], ["jobset", "--image=i", "--claim=c"]):
+        assert script.main([*argv, f"--submit={submit[0]}", *submit[1:], "--dry-run"]) == 2
+        assert "DIR/a holds another run: its config.learner" in capsys.readouterr().err
 
 
 def test_a_point_that_starts_from_a_checkpoint_is_gathered_after_it_began(
