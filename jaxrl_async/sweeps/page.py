@@ -165,7 +165,7 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def _score_table(results: Sequence[Result]) -> str:
     scored = [r.after for r in results if r.after]
-    sets = score_names(scored[0] if scored else ())
+    sets = score_names(dict.fromkeys(name for row in scored for name in row))
     says = [prefix for prefix in sets if any(prompts_of(row, prefix) for row in scored)]
     head = ["", "finished", "before: greedy"]
     for prefix, names in sets.items():

@@ -755,6 +755,21 @@ def test_the_page_has_a_column_a_score_links_and_the_reports_colors(jobs, tmp_pa
         assert f' data-label="{column}">' in text
 
 
+def test_the_page_has_the_scores_that_only_a_later_point_has(jobs, tmp_path):
+    made = jobs("a", "b")
+    for job, name in zip(made, ("pass@4", "pass@8"), strict=True):
+        write_workdir(job, [(1, 2.0, 10.0, 0.5)])
+        row = {"step": NUM_STEPS, "greedy": 0.5, name: 0.75}
+        (job.workdir / "evaluation.json").write_text(json.dumps([row]))
+    sweep = Sweep("c.py", (Point("a", {}), Point("b", {"evaluate.num_samples": 8})))
+    text = page.write_page(sweep, made, tmp_path / "DIR").read_text()
+    table = re.search(r"<table[^>]*>.*?</table>", text, re.DOTALL)[0]
+    assert cells(table)[2:] == [
+        ["a", "1 of 1", "–", "0.500", "0.750", "–"],
+        ["b", "1 of 1", "–", "0.500", "–", "0.750"],
+    ]
+
+
 async def test_the_page_fits_into_a_phone(jobs, tmp_path):
     browser.require()
     overrides = {"learner.learning_rate": 1e-3, "rollout.function": "a_module_of_mine:a_function"}
