@@ -308,11 +308,13 @@ def _is_explained(error: BaseException) -> bool:
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:
-    """Refuses a role that runs alone without the addresses of the others."""
+    """Refuses a role that runs alone without the addresses of the others, and an index below 0."""
+    if index < 0:
+        raise UsageError(f"--index must be ≥ 0, got {index}")
     if not settings.queue.address and role not in ("server", "rewards"):
         raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
     services = settings.rollout.reward_addresses
-    if role == "rewards" and not 0 <= index < len(services):
+    if role == "rewards" and index >= len(services):
         raise UsageError(
             f"--role=rewards --index={index} needs its entry of config.rollout.reward_addresses, which has "
             f"{len(services)}"
@@ -323,7 +325,7 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
             f"--role={role} --index={index} needs its entry of config.server.addresses, which has "
             f"{len(settings.server.addresses)}"
         )
-    if role == "learner" and not 0 <= index < settings.learner.num_processes:
+    if role == "learner" and index >= settings.learner.num_processes:
         raise UsageError(
             f"--role=learner --index={index} must be in [0, config.learner.num_processes = "
             f"{settings.learner.num_processes})"

@@ -27,6 +27,7 @@ from jaxrl_async.servers import kinds
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
 QUICKSTART = ROOT / "configs" / "quickstart.py"
+ONE = "--config.server.addresses=('http://127.0.0.1:31000',)"
 
 
 def parse(*argv):
@@ -708,6 +709,7 @@ def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
         (["train", f"--config={QUICKSTART}", "--role=quue"], 2, "did you mean 'queue'"),
         (["train", f"--config={QUICKSTART}", "--role=queue"], 2, "needs --config.queue.address"),
         (["train", f"--config={QUICKSTART}", "--role=server"], 2, "config.server.addresses"),
+        (["train", f"--config={QUICKSTART}", "--role=server", "--index=-1", ONE], 2, "≥ 0, got -1"),
         (["evaluate"], 2, "--workdir=DIR"),
         (["evaluate", "--workdir=nowhere"], 2, "no config at"),
         (["report", "--workdir=nowhere"], 2, "no metrics.jsonl"),
