@@ -97,7 +97,7 @@ def _step(word: str, workdir: pathlib.Path) -> int | None:
         return None
     if word == "best" and (best := best_version(workdir)) is not None:
         return best
-    if not word.isdigit():
+    if not word.isdecimal():
         raise UsageError(
             f"--steps must be numbers, `last`, or `best` where evaluate.every_steps found one; got {word!r}"
         )

@@ -712,6 +712,7 @@ def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
         (["train", f"--config={QUICKSTART}", "--role=server", "--index=-1", ONE], 2, "≥ 0, got -1"),
         (["evaluate"], 2, "--workdir=DIR"),
         (["evaluate", "--workdir=nowhere"], 2, "no config at"),
+        (["evaluate", "--workdir=nowhere", "--steps=²"], 2, "must be numbers"),
         (["report", "--workdir=nowhere"], 2, "no metrics.jsonl"),
         (["serve"], 2, "--workdir=DIR"),
     ],
