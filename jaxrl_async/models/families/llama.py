@@ -75,10 +75,13 @@ def _refused(hf):
         yield f"attention_bias or mlp_bias of {hf['model_type']} is unsupported"
     if hf.get("use_sliding_window"):
         yield "use_sliding_window is unsupported"
-    odd = {*(hf.get("layer_types") or ())} - {"full_attention"}
-    if odd and hf["model_type"].startswith("qwen"):  # The others have no such key.
-        yield f"layer_types {sorted(odd)} are unsupported, only 'full_attention' is"
-    if (window := _window(hf)) is not None and window < 1:
+    window = _window(hf)
+    alone = "full_attention" if window is None else "sliding_attention"
+    odd = {*(hf.get("layer_types") or ())} - {alone}
+    # Of a Mistral with them transformers makes a Ministral; its Llama and Mixtral read none.
+    if odd and hf["model_type"].startswith(("qwen", "mistral")):
+        yield f"layer_types {sorted(odd)} are unsupported, only {alone!r} is"
+    if window is not None and window < 1:
         yield f"sliding_window must be null or ≥ 1, got {window}"
     if hf.get("hidden_act", "silu") != "silu":
         yield f"hidden_act {hf['hidden_act']!r} is unsupported, only 'silu' is"
