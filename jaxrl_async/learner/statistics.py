@@ -136,15 +136,17 @@ class Statistics:
         return sums[:, self._sums.index("share")].sum()
 
     def sequence_ess(self, sums: jax.Array) -> jax.Array:
-        """Kish's effective sample size of the sequences as a share of them, float32 [], in (0, 1].
+        """Kish's effective sample size of the sequences as a share of them, float32 [], in [1/B, 1].
 
             ρ = (Σ w_i)² / (B Σ w_i²),    w_i = Π π_θ/π_b over the sampled tokens of sequence i, at most e^20
 
         "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (VCPO), arXiv 2602.17616. A sequence is a
-        trajectory; 1 where all ratios are 1, as on the policy that sampled.
+        trajectory; 1 where all ratios are 1, as on the policy that sampled. Where the squares of all weights are below
+        1e-30, about, as of long answers, float32 tells no more than the bound 1/B.
         """
         num, weight, squared = (sums[:, self._sums.index(name)].sum() for name in _BY_SEQUENCE)
-        return jnp.square(weight) / jnp.maximum(num * squared, 1e-30)
+        share = jnp.square(weight) / jnp.maximum(num * squared, 1e-30)
+        return jnp.maximum(share, 1 / jnp.maximum(num, 1.0))
 
     def summed_loss(self, sums: jax.Array) -> jax.Array:
         """float32 []"""

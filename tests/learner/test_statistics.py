@@ -83,6 +83,16 @@ def test_the_effective_share_of_sequences_is_kishs_of_the_products_of_their_rati
     np.testing.assert_allclose(statistics.sequence_ess(sums), expected, rtol=2e-5)
 
 
+def test_the_effective_share_of_sequences_far_from_the_sampler_is_at_least_one_sequence():
+    x, entropy = stale_tokens(4)
+    statistics = Statistics(CAPPED, by_sequence=True)
+    tokens = tokens_of(x, slice(0, 6))
+    away = dataclasses.replace(tokens, logprobs=tokens.logprobs - 60)
+    sums, _ = statistics.measure(away, entropy, objective(away, CAPPED))
+    num = len(list(trajectories(x)))
+    np.testing.assert_allclose(statistics.sequence_ess(sums), 1 / num, rtol=1e-5)
+
+
 def k3(x, mask):
     """KL(behavior ‖ policy), nats per token."""
     log_w = (x["logprobs"][mask] - x["behavior_logprobs"][mask]).astype(np.float64)
