@@ -544,7 +544,10 @@ class TrainStep:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
         reference_logprobs = None
         if reference is not None:
-            reference_logprobs = self._score_program(reference, base, batch)
+            of_reference = batch
+            if self._loss.teacher and not self._loss.teachers:  # Its experts may be others.
+                of_reference = dataclasses.replace(batch, routes=None)
+            reference_logprobs = self._score_program(reference, base, of_reference)
         tokens = tokens_of(batch, policy_version, logprobs, proximal_logprobs, reference_logprobs)
         kl_coefficient = self._loss.kl_coefficient_of(policy_version + 1, self._learner.num_steps)
         parts = objective(tokens, self._loss, kl_coefficient)

@@ -23,6 +23,7 @@ from flax import nnx
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import experts, transformer
+from jaxrl_async.models.state import mapped
 
 CONFIG = tiny(family="qwen3_moe", num_experts=8, experts_per_token=2, expert_mlp_dim=12)
 UNKNOWN = 255
@@ -124,6 +125,26 @@ def test_anchor_and_reference_replay_the_routes_too():
     anchor = step.anchor(params, batch)
     accumulator = step.accumulate(params, step.zero_accumulator(), batch, anchor, VERSION)
     assert abs(_metrics(accumulator, RECOMPUTE)["policy/ratio"] - 1) < 1e-6
+
+
+def test_a_teachers_own_router_chooses_its_experts():
+    batch = _batch()
+    batch = _with(batch, _own_routes(batch))
+    loss = LossConfig(preset="ppo", advantage="none", teacher="a")
+    mesh, step = make(loss, config=CONFIG)
+    params = params_on(mesh, CONFIG)
+
+    def shuffled(path, param):  # the same function, by experts of other numbers
+        if "experts" not in path:
+            return param
+        axis = -1 if path[-1] == "router_kernel" else 1
+        return param.replace(np.roll(param.get_value(), 3, axis))
+
+    teacher = jax.device_put(mapped(shuffled, params), jax.tree.map(lambda x: x.sharding, params))
+    accumulator = step.accumulate(
+        params, step.zero_accumulator(), batch, None, VERSION, reference=teacher
+    )
+    assert abs(_metrics(accumulator, loss)["policy/kl_teacher"]) < 1e-6
 
 
 @pytest.mark.long
