@@ -83,6 +83,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     stem = pathlib.Path(flags.sweep.partition(":")[0]).stem
     directory = pathlib.Path(flags.dir or f"runs/{stem}").absolute()
     configs = [config_of_point(sweep, point) for point in sweep.points]
+    _check_places({point.name: c for point, c in zip(sweep.points, configs, strict=True)})
     jobs = [
         driver.Job(
             name=point.name,
@@ -167,6 +168,21 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 1
+
+
+def _check_places(configs: dict[str, ml_collections.ConfigDict]) -> None:
+    """Raises UsageError where two points, by their names, would write to one place beside their workdirs."""
+    first: dict[tuple[str, str], str] = {}
+    for name, config in configs.items():
+        places = {
+            "checkpoint.directory": config.checkpoint.directory,
+            "journal.path": config.journal.path,
+        }
+        for key, place in places.items():
+            if place and (other := first.setdefault((key, place), name)) != name:
+                raise UsageError(
+                    f"points {other!r} and {name!r} have the same config.{key}, {place!r}: give each its own"
+                )
 
 
 def _check_workdir(job: driver.Job, config: ml_collections.ConfigDict) -> None:

@@ -322,6 +322,21 @@ def test_bad_usage_is_named(argv, message, tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("checkpoint.directory", "gs://bucket/a"), ("journal.path", "/disk/j.sqlite")],
+)
+def test_points_that_share_a_bucket_or_a_journal_are_refused(key, place, sweep_file, capsys):
+    text = sweep_file.read_text()
+    sweep_file.write_text(text.replace("4}", f"4, {key!r}: {place!r}}}"))
+    assert script.main([f"--sweep={sweep_file}"]) == 2
+    said = f"points 'a' and 'b' have the same config.{key}, {place!r}: give each its own"
+    assert said in capsys.readouterr().err
+    each = f"4, {key!r}: {place!r} + name}}"
+    sweep_file.write_text(text.replace("4}", each))
+    assert script.main([f"--sweep={sweep_file}"]) == 0
+
+
 # ── driver ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
