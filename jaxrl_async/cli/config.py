@@ -45,6 +45,7 @@ __all__ = [
     "REFUSALS",
     "FailedError",
     "UsageError",
+    "check_out",
     "config_of_point",
     "failing",
     "load_config",
@@ -180,6 +181,13 @@ def refuse_bucket(name: str, value: Any) -> None:
         raise UsageError(
             f"{name} must be on this machine, got {value}: checkpoint.directory alone keeps a run in a bucket"
         )
+
+
+def check_out(out: str) -> None:
+    """Raises UsageError where the file of --out cannot be written: before what goes there is computed."""
+    path = pathlib.Path(out)
+    if out and (path.is_dir() or not path.parent.is_dir()):
+        raise UsageError(f"--out must be a file in a directory that exists, got {out}")
 
 
 def _underscored(word: str) -> str:

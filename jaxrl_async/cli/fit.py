@@ -42,6 +42,9 @@ def main(argv: list[str]) -> int:
     with refusing(TargetError, what="--target: "):
         target = target_of(flags.target)
     settings = settings_of(flags.config)
+    if flags.out:
+        with refusing(OSError, what="--out: "):
+            pathlib.Path(flags.out).mkdir(parents=True, exist_ok=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # No device of this machine is used.
     from jaxrl_async import parts
     from jaxrl_async.fit import compare, page, plans, programs
@@ -84,7 +87,6 @@ def main(argv: list[str]) -> int:
             print(compare.text(fit, compare.figures_of(beside, fit), flags.compare))
     if flags.out and fit is not None:
         out = pathlib.Path(flags.out)
-        out.mkdir(parents=True, exist_ok=True)
         (out / "fit.json").write_text(json.dumps(page.to_json(fit), indent=2) + "\n", "utf-8")
         (out / "fit.html").write_text(page.to_html(fit), "utf-8")
         print(f"written: {out / 'fit.json'}, {out / 'fit.html'}")

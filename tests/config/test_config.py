@@ -723,6 +723,24 @@ def test_exit_codes(argv, code, text, capsys):
     assert text in out + err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["simulate"],
+        ["measure", "--server=http://127.0.0.1:1"],
+        ["conform", "--server=http://127.0.0.1:1", "--model=nowhere"],
+        ["fit", f"--config={QUICKSTART}", "--target=v5e-1"],
+    ],
+)
+def test_an_out_that_cannot_be_written_is_refused_before_anything_is_computed(
+    argv, tmp_path, capsys
+):
+    (tmp_path / "file").touch()
+    assert main.main([*argv, f"--out={tmp_path}/file/found"]) == 2
+    said = capsys.readouterr().err
+    assert "--out" in said and f"{tmp_path}/file/found" in said
+
+
 def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
     config = config_lib.load_config(str(QUICKSTART))
     config.task.name = "no_such_module:Task"

@@ -10,7 +10,7 @@ import platform
 import tempfile
 from typing import Any
 
-from jaxrl_async.cli.config import failing, parse_flags
+from jaxrl_async.cli.config import check_out, failing, parse_flags
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.extras.parity.verb import check, number
 
@@ -46,6 +46,7 @@ def main(argv: list[str]) -> int:
         out=("", "a JSON file to write"),
     )
     check(flags, ("server", "model"), _LEAST)
+    check_out(flags.out)
     tolerance = number("tolerance", flags.tolerance)
     timeout_secs = number("timeout_secs", flags.timeout_secs)
     from jaxrl_async.extras.parity import parity  # Loads JAX.

@@ -8,6 +8,7 @@ import sys
 from jaxrl_async.cli.config import (
     FailedError,
     UsageError,
+    check_out,
     failing,
     load_config,
     parse_flags,
@@ -95,6 +96,7 @@ def main(argv: list[str]) -> int:
 
 def _check(flags) -> float:
     """The timeout; raises UsageError for a flag outside its bound."""
+    check_out(flags.out)
     if not (flags.server or flags.workdir):
         raise UsageError("--server or --workdir is needed")
     if flags.server and not flags.server.startswith(("http://", "https://")):

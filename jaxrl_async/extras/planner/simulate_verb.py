@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.cli.config import UsageError, parse_flags, refusing, settings_of
+from jaxrl_async.cli.config import UsageError, check_out, parse_flags, refusing, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.extras.planner import simulate
 from jaxrl_async.extras.planner.simulate import Outcome, Plan
@@ -76,6 +76,7 @@ def main(argv: list[str]) -> int:
     has_config = any(word.startswith("--config") for word in argv)
     flags = parse_flags(USAGE, argv, config=has_config, **_SIZES, **_COSTS)
     settings = settings_of(flags.config) if has_config else None
+    check_out(flags.out)
     servers = _servers_of(flags.servers, settings)
     given = _sizes_of(settings, servers) if settings else {}
     words = {name: flags[name].value for name in (*_SIZES, *_COSTS)}
