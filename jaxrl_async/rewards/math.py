@@ -72,7 +72,8 @@ def final_number(text: str) -> Fraction | None:
     Returns:
       The number, exactly; None when there is none, or when it is divided by 0.
     """
-    text = _FRACTION.sub(_spelled, text).translate(_SLASHES)
+    if not text.isascii():
+        text = _FRACTION.sub(_spelled, text).translate(_SLASHES)
     before, marker, after = text.rpartition(_MARKER)
     if marker and (match := _NUMBER.search(_plain(after))):
         return _value(match)
