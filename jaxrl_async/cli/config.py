@@ -184,7 +184,7 @@ def refuse_bucket(name: str, value: Any) -> None:
 
 
 def check_out(out: str) -> None:
-    """Raises UsageError where the file of --out cannot be written: before what goes there is computed."""
+    """Raises UsageError where the file of --out lacks a directory, or is one; called before a verb computes it."""
     path = pathlib.Path(out)
     if out and (path.is_dir() or not path.parent.is_dir()):
         raise UsageError(f"--out must be a file in a directory that exists, got {out}")

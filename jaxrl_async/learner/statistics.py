@@ -141,8 +141,8 @@ class Statistics:
             ρ = (Σ w_i)² / (B Σ w_i²),    w_i = Π π_θ/π_b over the sampled tokens of sequence i, at most e^20
 
         "Stable Asynchrony: Variance-Controlled Off-Policy RL for LLMs" (VCPO), arXiv 2602.17616. A sequence is a
-        trajectory; 1 where all ratios are 1, as on the policy that sampled. Where the squares of all weights are below
-        1e-30, about, as of long answers, float32 tells no more than the bound 1/B.
+        trajectory; 1 where all ratios are 1, as on the policy that sampled. It is 1/B where
+        float32 loses the squares of all weights, below some 1e-30, as of long answers far from the sampler.
         """
         num, weight, squared = (sums[:, self._sums.index(name)].sum() for name in _BY_SEQUENCE)
         share = jnp.square(weight) / jnp.maximum(num * squared, 1e-30)
