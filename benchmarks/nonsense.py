@@ -36,6 +36,7 @@ from record import ROOT
 
 from jaxrl_async.config.settings import Queue
 from jaxrl_async.learner.learner import _FailureBudgets
+from jaxrl_async.listener import listening
 from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.health import weight_name
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
@@ -287,11 +288,8 @@ async def serving(*servers: Server):
         for server in servers:
             app = web.Application()
             app.router.add_route("*", "/{route:.*}", server.handle)
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            addresses.append(f"http://127.0.0.1:{runner.addresses[0][1]}")
+            serves = listening(app, "127.0.0.1", 0, shutdown_secs=0.01)
+            addresses.append(f"http://127.0.0.1:{await stack.enter_async_context(serves)}")
         yield addresses
 
 

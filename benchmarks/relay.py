@@ -34,6 +34,7 @@ import numpy as np
 import record
 import shapes
 
+from jaxrl_async import listener
 from jaxrl_async.inference import http
 from jaxrl_async.intake import relay
 from jaxrl_async.publishing import fanout
@@ -116,7 +117,7 @@ async def proxy(port: int, of_learner: Link, of_host: Link):
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
-        server.close()
+        await listener.stop(server)
 
 
 async def push_secs(path: pathlib.Path, num_servers: int, rate: float, fanout: int) -> float:

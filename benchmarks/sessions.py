@@ -17,6 +17,7 @@ Results are printed and written to benchmarks/results/sessions.json, or to --out
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import multiprocessing
 import pathlib
@@ -29,6 +30,7 @@ import numpy as np
 import record
 from aiohttp import web
 
+from jaxrl_async.listener import listening
 from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import Context, rng_of
 from jaxrl_async.rollout.sessions import Sessions
@@ -143,7 +145,7 @@ async def beside_a_proxy(tokenizer, rounds: int, num_calls: int, num_alone: int)
                 rates.append(rate)
                 latencies.append(latency)
     await endpoint.close()
-    await proxy.cleanup()
+    await proxy.aclose()
     return {
         "calls_per_sec": medians(rates),
         "rate_ratio": record.quartiles([r["endpoint"] / r["proxy"] for r in rates]),
@@ -152,7 +154,7 @@ async def beside_a_proxy(tokenizer, rounds: int, num_calls: int, num_alone: int)
     }
 
 
-async def start_proxy(tokenizer, stub: Stub) -> tuple[web.AppRunner, str]:
+async def start_proxy(tokenizer, stub: Stub) -> tuple[contextlib.AsyncExitStack, str]:
     async def answer(request: web.Request) -> web.Response:
         json.loads(await request.read())
         stub.row, stub.mask = [], []
@@ -163,10 +165,9 @@ async def start_proxy(tokenizer, stub: Stub) -> tuple[web.AppRunner, str]:
 
     application = web.Application()
     application.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(application, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    stack = contextlib.AsyncExitStack()
+    port = await stack.enter_async_context(listening(application, "127.0.0.1", 0))
+    return stack, f"http://127.0.0.1:{port}/v1"
 
 
 def client(urls: Sequence[str], parallel: int) -> list[float]:

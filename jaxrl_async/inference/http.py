@@ -28,6 +28,7 @@ from jaxrl_async.inference.engine import Engine
 from jaxrl_async.inference.requests import Completion, InvalidRequestError, UnavailableError
 from jaxrl_async.intake import routes as intake_routes
 from jaxrl_async.intake.receiver import Receiver
+from jaxrl_async.listener import listening
 from jaxrl_async.servers.batches import STREAMS_HEADER
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
@@ -95,7 +96,7 @@ async def serve(
     app.add_routes(routes.table())
     limits = {"max_headers": MAX_HEADERS}
     limits |= dict.fromkeys(("max_line_size", "max_field_size"), security.MAX_HEADER_BYTES)
-    async with intake_routes.listening(app, host, port, context, **limits) as bound:
+    async with listening(app, host, port, context, **limits) as bound:
         yield bound
 
 

@@ -1,9 +1,8 @@
-"""A receiver's routes for a server of aiohttp, and its listener: requests in, answers out."""
+"""A receiver's routes for a server of aiohttp: requests in, answers out."""
 
 import contextlib
 import logging
-import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
@@ -13,8 +12,6 @@ from jaxrl_async.intake.receiver import Answer, Receiver, read_body, refused
 from jaxrl_async.intake.relay import PieceError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import RequestError
-
-SHUTDOWN_SECS = 2.0  # for requests that still run
 
 log = logging.getLogger(__name__)
 
@@ -88,28 +85,3 @@ def answered(answer: Answer) -> web.Response:
     """An answer as a response."""
     status, body = answer
     return web.json_response(body, status=status)
-
-
-@contextlib.asynccontextmanager
-async def listening(
-    app: web.Application, host: str, port: int, context: ssl.SSLContext | None, **limits: Any
-) -> AsyncIterator[int]:
-    """Answers over HTTP while the context lasts; yields the port, of which 0 picks a free one.
-
-    A client that hangs up cancels its request. `limits`: of headers, as of web.AppRunner.
-
-    Raises:
-      OSError: the address cannot be bound; the message names it.
-    """
-    options = {"handler_cancellation": True, "shutdown_timeout": SHUTDOWN_SECS}
-    runner = web.AppRunner(app, access_log=None, **options, **limits)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=context).start()
-        except OSError as error:
-            reason = f"cannot listen on {host}:{port}: {error.strerror}"
-            raise OSError(error.errno, reason) from None
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()

@@ -27,6 +27,7 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_async import security
+from jaxrl_async.listener import listening
 from jaxrl_async.rollout import chat
 from jaxrl_async.rollout.chat import Call, Choice, RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
@@ -299,7 +300,7 @@ class Sessions:
             Session, agent_rows=agent_rows, agent_calls=agent_calls
         )
         self._sessions: dict[str, Session] = {}
-        self._runner: web.AppRunner | None = None
+        self._stack = contextlib.AsyncExitStack()
         self._port = 0
 
     async def start(self) -> None:
@@ -311,21 +312,15 @@ class Sessions:
         application.router.add_get(f"{root}/models", self._models)
         application.router.add_route("*", "/{path:.*}", self._elsewhere)
         # A handler whose client has gone is cancelled: a connection that drops costs the session.
-        self._runner = web.AppRunner(
-            application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
-        await site.start()
-        self._port = self._runner.addresses[0][1]
+        endpoint = listening(application, "127.0.0.1", 0, backlog=4096, shutdown_secs=1.0)
+        self._port = await self._stack.enter_async_context(endpoint)
 
     async def close(self) -> None:
         """Ends all sessions, and listens no more."""
         for session in self._sessions.values():
             session.end()
         self._sessions.clear()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        await self._stack.aclose()
 
     @contextlib.contextmanager
     def session(self, prompt: Prompt, context: Context) -> Iterator[tuple[str, Session]]:

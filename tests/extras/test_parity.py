@@ -15,6 +15,7 @@ from jaxrl_async.cli import main as cli
 from jaxrl_async.extras.parity import parity
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import fields, http, programs
+from jaxrl_async.listener import listening
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.versions import store as weight_store
 
@@ -519,14 +520,8 @@ async def stub(handlers):
     app = web.Application()
     for route, handler in handlers.items():
         app.router.add_route("*", route, handler)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app, "127.0.0.1", 0) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 async def measure(address, path):

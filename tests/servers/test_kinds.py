@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 from fixtures.tensors import tensors
 
+from jaxrl_async.listener import listening
 from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
@@ -157,13 +158,9 @@ async def server(monkeypatch):
     """A fake, in a run that has the row of its kind."""
     monkeypatch.setitem(kinds.TABLE, "tiny", ("/status", f"{__name__}:Tiny"))
     server = TinyServer()
-    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=0.01)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server.address = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield server
-    await runner.cleanup()
+    async with listening(server.app(), "127.0.0.1", 0, shutdown_secs=0.01) as port:
+        server.address = f"http://127.0.0.1:{port}"
+        yield server
 
 
 @pytest.fixture

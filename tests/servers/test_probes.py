@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from jaxrl_async import listener
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError, ServerTimeoutError
@@ -49,7 +50,7 @@ async def serving(answers):
     finally:
         for writer in connections:
             writer.transport.abort()
-        server.close()
+        await listener.stop(server)
 
 
 @contextlib.asynccontextmanager

@@ -26,6 +26,7 @@ from aiohttp import web
 from jaxrl_async import security
 from jaxrl_async.intake import routes
 from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
+from jaxrl_async.listener import listening
 from jaxrl_async.servers.kinds import vllm
 from jaxrl_async.servers.kinds.embedded import Embedded
 from jaxrl_async.servers.probes import MAX_ANSWER_BYTES
@@ -305,7 +306,7 @@ async def serve(
     listener = security.server_context(tls_cert, tls_key)
     async with (
         Sidecar(server, directory, key=key, context=context) as sidecar,
-        routes.listening(sidecar.app(), host, port, listener) as bound,
+        listening(sidecar.app(), host, port, listener) as bound,
     ):
         yield bound
 
