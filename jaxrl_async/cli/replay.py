@@ -4,7 +4,7 @@ import os
 import pathlib
 import sys
 
-from jaxrl_async.cli.config import UsageError, failing, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, failing, load_config, parse_flags, settings_of
 from jaxrl_async.runtime.workdir import counts_updates
 
 USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers.
@@ -28,9 +28,15 @@ def main(argv: list[str]) -> int:
         until=(-1, "last step; default the last one that was committed"),
         out=("", "directory for metrics and the last checkpoint; default WORKDIR/replay"),
     )
+    if flags.first < 0 or flags.until < -1:
+        raise UsageError(f"--first and --until must be ≥ 0, got {flags.first} and {flags.until}")
     workdir = pathlib.Path(flags.workdir).absolute()
     out = pathlib.Path(flags.out).absolute() if flags.out else workdir / "replay"
     settings = settings_of(flags.config)
+    own = load_config(f"{workdir}/config.json")
+    own.task.changed = flags.config.task.changed
+    if settings == settings_of(own):
+        changed = []
     if settings.learner.num_processes > 1:
         raise UsageError("replay runs one process: --config.learner.num_processes=1")
     turns = ("--config.learner.blocks", "--config.learner.num_minibatches")

@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
+    if flags.step < -1:
+        raise UsageError(f"--step must be ≥ 0, or -1 for the last checkpoint, got {flags.step}")
     variables = {"api_key": flags.api_key_env, "admin_api_key": flags.admin_api_key_env}
     keys = {name: key_named(f"--{name}_env", value) for name, value in variables.items()}
     with refusing(ValueError):

@@ -308,6 +308,9 @@ def _of_rollout(s: Settings) -> Iterator[str]:
             yield f"rollout.reward_environment must not name a key's variable, got {name!r}"
     if rollout.drop_equal_rewards and rollout.group_size < 2:
         yield "rollout.drop_equal_rewards needs rollout.group_size ≥ 2: the rewards of a group of 1 are always equal"
+    if rollout.drop_equal_rewards and s.loss.advantage in ("none", "turns"):
+        where = f"loss.advantage {s.loss.advantage!r}"
+        yield f"rollout.drop_equal_rewards must be False with {where}: a group of equal rewards has a gradient, too"
     if rollout.overlong_buffer_tokens > rollout.max_new_tokens:
         bound, tokens = _is(s, "rollout.max_new_tokens"), rollout.overlong_buffer_tokens
         yield f"rollout.overlong_buffer_tokens must be in [0, {bound}], got {tokens}"
@@ -426,11 +429,6 @@ def _of_loss(s: Settings) -> Iterator[str]:
             yield (
                 "loss.advantage 'turns' needs turns that have rewards of their own, as those of an environment have; "
                 f"got rollout.function = {rollout.function!r}"
-            )
-        if rollout.drop_equal_rewards:
-            yield (
-                "rollout.drop_equal_rewards must be False with loss.advantage 'turns': the turns of a group may differ "
-                "where its rewards are equal"
             )
 
 

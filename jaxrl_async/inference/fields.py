@@ -130,9 +130,9 @@ def check_keys(where: str, found: Collection[str], known: Collection[str]) -> No
         )
 
 
-def flag(given: Mapping[str, Any], name: str) -> bool:
-    """A field that is true or false; false where it is left out."""
-    value = given.get(name, False)
+def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """A field that is true or false."""
+    value = given.get(name, default)
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be true or false, got {value!r:.80}")
     return value

@@ -25,7 +25,7 @@ _SAMPLING = {"temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"}
 _COMMON_KEYS = {"max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"}
 _COMMON_KEYS |= _SAMPLING
 KEYS = {
-    "/v1/completions": _COMMON_KEYS | {"prompt", "echo"},
+    "/v1/completions": _COMMON_KEYS | {"prompt", "echo", "add_special_tokens"},
     _CHAT: _COMMON_KEYS | {"messages", "max_completion_tokens", "top_logprobs"},
 }
 
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
     pad_id: int
     stop_token_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
@@ -103,8 +103,8 @@ class Texts:
         """The text of one token, with those of special ones."""
         return self._tokenizer.decode([token], special=True)
 
-    def encode(self, text: Any) -> list[int]:
-        """The ids of a text, nothing added.
+    def encode(self, text: Any, *, special: bool = True) -> list[int]:
+        """The ids of a text, `special`: between those that its tokenizer puts around one, as a BOS.
 
         Raises:
           InvalidRequestError: it is no text, empty, or has a character without a token.
@@ -112,7 +112,7 @@ class Texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequestError(f"a prompt must be a text, got {text!r:.80}")
         try:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, special=special)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 
@@ -199,7 +199,10 @@ class Texts:
         chat = {"delta": ({} if before else {"role": "assistant"}) | {"content": text}}
         content = chat if call.is_chat else {"text": text}
         tokens = scored(request, now, None)[num:]
-        return self.envelope(call, ".chunk", [self._choice(call, index, content, tokens, now)])
+        sent = [] if before is None or call.num_top is None else before.output_ids.tolist()
+        offset = sum(len(self.name(token)) for token in sent)
+        choice = self._choice(call, index, content, tokens, now, offset)
+        return self.envelope(call, ".chunk", [choice])
 
     def envelope(
         self, call: Call, suffix: str, choices: Sequence[Mapping[str, Any]], **more: Any
@@ -219,16 +222,16 @@ class Texts:
         begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return text[: len(text) - max(begun, default=0)]
 
-    def _choice(self, call, index, content, tokens, completion) -> dict[str, Any]:
+    def _choice(self, call, index, content, tokens, completion, offset=0) -> dict[str, Any]:
         reason, logprobs = completion.finish_reason, None
         if call.num_top is not None:
             tokens = [(token, logprob, top[: call.num_top]) for token, logprob, top in tokens]
-            logprobs = self._of_chat(tokens) if call.is_chat else self._of_text(tokens)
+            logprobs = self._of_chat(tokens) if call.is_chat else self._of_text(tokens, offset)
         ending = {"logprobs": logprobs, "finish_reason": reason and reason["type"]}
         return {"index": index} | content | ending
 
-    def _of_text(self, tokens: Sequence[Scored]) -> dict[str, Any]:
-        """Log-probs as of /v1/completions. Of tokens with one text, the most probable one counts."""
+    def _of_text(self, tokens: Sequence[Scored], offset: int) -> dict[str, Any]:
+        """Log-probs as of /v1/completions, from a character on. Of tokens with one text, the most probable counts."""
         names, tops = [self.name(token) for token, _, _ in tokens], []
         for name, (_, logprob, top) in zip(names, tokens, strict=True):
             by_name = {self.name(token): own for token, own in reversed(top)}
@@ -237,7 +240,7 @@ class Texts:
             "tokens": names,
             "token_logprobs": [logprob for _, logprob, _ in tokens],
             "top_logprobs": tops,
-            "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=0)),
+            "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=offset)),
         }
 
     def _of_chat(self, tokens: Sequence[Scored]) -> dict[str, Any]:
@@ -259,7 +262,10 @@ class Texts:
             raise InvalidRequestError(
                 f"{len(prompts)} prompts exceed the {MAX_CHOICES} of a request"
             )
-        ids = (one if isinstance(one, list) else self.encode(one) for one in prompts)
+        special = fields.flag(given, "add_special_tokens", True)
+        ids = (
+            one if isinstance(one, list) else self.encode(one, special=special) for one in prompts
+        )
         return list(map(fields.token_ids, ids))
 
     def _chat(self, messages: Any) -> list[int]:

@@ -121,7 +121,8 @@ class Context:
         if left < 1:
             text = f"generate was called with no tokens left: {self.budget(tokens)}; see context.tokens_left"
             raise RolloutError("overlong", text)
-        left = min(left, sampling.get("max_new_tokens", left))
+        wanted = sampling.get("max_new_tokens")
+        left = left if wanted is None else min(left, wanted)
         return await self(tokens, **sampling | {"max_new_tokens": left})
 
     def tokens_left(self, tokens: Sequence[int] | np.ndarray = ()) -> int:

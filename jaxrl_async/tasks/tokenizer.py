@@ -193,8 +193,8 @@ class CharTokenizer:
         self._ids = {character: i for i, character in enumerate(alphabet, start=2)}
         self.vocab_size = len(self._texts)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text. Raises ValueError: a character is not in the alphabet."""
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of a text; no token stands around one. Raises ValueError: a character is not in the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -286,12 +286,13 @@ class HFTokenizer:
         """Whether prompts are messages."""
         return bool(self._templates)
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added. Raises ValueError: one has no embedding in the run's model."""
-        return self._encoded(text, add_special_tokens=False)
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """The ids of a text, `special`: between those that the tokenizer puts around one, as a BOS.
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        Raises:
+          ValueError: one has no embedding in the run's model.
+        """
+        ids = self._tokenizer.encode(text, add_special_tokens=special).ids
         if (highest := max(ids, default=0)) >= self._num_embeddings:
             name = self._tokenizer.id_to_token(highest)
             raise ValueError(
@@ -308,7 +309,7 @@ class HFTokenizer:
         if not isinstance(asked, str):
             return self.encode_chat(asked)
         if not self._templates:
-            return self._encoded(asked, add_special_tokens=True)
+            return self.encode(asked, special=True)
         return self.encode_chat([{"role": "user", "content": asked}])
 
     def encode_chat(

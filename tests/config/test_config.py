@@ -307,6 +307,10 @@ def test_a_value_of_another_type_is_refused():
             r"drop_equal_rewards must be False with loss.advantage 'turns'",
         ),
         (
+            ["--config.loss.teacher=http://a:1", "--config.loss.advantage=none", "--config.rollout.drop_equal_rewards"],
+            r"drop_equal_rewards must be False with loss.advantage 'none'",
+        ),
+        (
             ["--config.rollout.overlong_buffer_tokens=5"],
             r"overlong_buffer_tokens .*\[0, rollout.max_new_tokens = 4\].* 5",
         ),

@@ -5,12 +5,14 @@ import json
 import aiohttp
 import numpy as np
 import pytest
+import tokenizers
 from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weights
+from fixtures.tokenizers_hf import write_hf
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import fields, texts
-from jaxrl_async.inference.requests import Completion
-from jaxrl_async.tasks.tokenizer import CharTokenizer
+from jaxrl_async.inference.requests import Completion, InvalidRequestError
+from jaxrl_async.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TOKENIZER = CharTokenizer("0123456789+-=abcd")
 PROMPT = "12+3="
@@ -260,6 +262,43 @@ def test_a_part_of_a_character_or_of_a_stop_text_is_not_sent():
         before = now
     assert pieces == ["a", "", "é", "", "", "##b", *[""] * 5]
     assert now.finish_reason == {"type": "stop", "matched": "##END"}
+
+
+def test_a_text_has_what_its_tokenizer_puts_around_one(tmp_path):
+    write_hf(tmp_path)
+    whole = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    whole.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    whole.save(str(tmp_path / "tokenizer.json"))
+    codec = texts.Texts(load_tokenizer(tmp_path), max_total_tokens=64, model="m")
+    alone = codec.encode("12", special=False)
+    assert codec.encode("12") == [0, *alone]
+
+    def ids_of(**more):
+        (request,) = codec.call("/v1/completions", {"prompt": "12"} | more).requests
+        return request.input_ids.tolist()
+
+    assert ids_of() == ids_of(add_special_tokens=True) == [0, *alone]
+    assert ids_of(add_special_tokens=False) == ids_of(prompt=alone) == alone
+    with pytest.raises(
+        InvalidRequestError, match="add_special_tokens must be true or false, got 1"
+    ):
+        ids_of(add_special_tokens=1)
+
+
+async def test_places_in_a_stream_go_on(client):
+    body = {"prompt": PROMPT, "max_tokens": 8, "seed": 5, "logprobs": 0}
+    status, whole = await client("/v1/completions", body)
+    assert status == 200, whole
+    found = [
+        chunk["choices"][0]["logprobs"]
+        for chunk in await events_of(client, "/v1/completions", body)
+    ]
+    for name in ("tokens", "text_offset"):
+        pieces = [piece for part in found for piece in part[name]]
+        assert pieces == whole["choices"][0]["logprobs"][name]
+    assert len(found) > 1
 
 
 def test_what_ends_at_a_text_has_the_kept_ids_and_routes_of_its_own_tokens():

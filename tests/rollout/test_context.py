@@ -102,10 +102,12 @@ async def test_a_turn_may_be_bounded_further_and_never_less():
     context = context_of(policy, is_trained=False)
     found = await context.generate([2], max_new_tokens=3, temperature=0.5)
     await context.generate([2, *found.tokens], max_new_tokens=30)
-    assert [sampling for _, sampling in policy.calls] == [
+    await context.generate([2, *found.tokens], max_new_tokens=None)  # the run's
+    assert [sampling for _, sampling in policy.calls[:2]] == [
         {"max_new_tokens": 3, "temperature": 0.5},
         {"max_new_tokens": 5},
     ]
+    assert policy.calls[2][1]["max_new_tokens"] == 5
 
 
 async def test_the_row_is_bounded_with_the_tokens_that_stand_between():
