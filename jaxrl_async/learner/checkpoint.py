@@ -94,7 +94,7 @@ class Checkpoints:
             while another process may read.
         """
         self._directory = epath.Path(directory)
-        self._in_bucket = "://" in str(directory)
+        self._in_bucket, self._keep = "://" in str(directory), keep
         if not self._in_bucket:
             self._directory = self._directory.absolute()
         preservation = policies.AnyPreservationPolicy(
@@ -211,8 +211,11 @@ class Checkpoints:
         return steps[-1]
 
     def oldest(self) -> int:
-        """The first restorable step after 0, else 0: nothing resumes from before it."""
-        return min((step for step in self.steps() if step), default=0)
+        """The first restorable step after 0 of the newest `keep`, else 0: nothing resumes from before it.
+
+        The best step may be older, and is kept for its weights.
+        """
+        return min([step for step in self.steps() if step][-self._keep :], default=0)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Restores a checkpoint into the shardings of `like`, and checks it by its digests.

@@ -56,6 +56,15 @@ def test_the_newest_are_kept_and_zero_always(tmp_path):
     assert checkpoints.steps() == [0, 3, 4]
 
 
+def test_an_early_best_step_is_kept_and_keeps_no_groups(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2, best=lambda: 1)
+    assert checkpoints.oldest() == 0
+    for step in range(5):
+        checkpoints.save(step, state(step), {})
+    checkpoints.written(wait=True)
+    assert checkpoints.steps() == [0, 1, 3, 4] and checkpoints.oldest() == 3
+
+
 def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(2, state(), {})
