@@ -74,7 +74,7 @@ ONE_MINIBATCH = ("behavior", "current", "recompute")
 class LossAlone(Statistics):
     """What the update needs, and the entropy, which XLA would not compute otherwise; `update` gives 0 for the rest."""
 
-    def measure(self, tokens, entropy, parts):
+    def measure(self, tokens, entropy, parts, routing=None):
         sums, maxima = self.zeros()
         for name, value in (("loss", parts.loss), ("share", parts.share), ("entropy", entropy)):
             sums = sums.at[0, self._sums.index(name)].set(value.sum())
