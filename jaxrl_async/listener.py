@@ -52,8 +52,8 @@ async def listening(
 async def stop(server: asyncio.Server) -> None:
     """Accepts no more, and closes the server.
 
-    What was accepted has its transport a turn later. Where the server is closed by then, that fails, and the connection
-    stays open (CPython's gh-109564).
+    An accepted connection gets its transport a turn later. Where the server is closed by then, that fails, and the
+    connection stays open (CPython's gh-109564).
     """
     for sock in server.sockets:
         server.get_loop().remove_reader(sock.fileno())

@@ -29,14 +29,16 @@ def main(argv: list[str]) -> int:
         out=("", "directory for metrics and the last checkpoint; default WORKDIR/replay"),
     )
     if flags.first < 0 or flags.until < -1:
-        raise UsageError(f"--first and --until must be ≥ 0, got {flags.first} and {flags.until}")
+        bounds = "--first must be ≥ 0, and --until too, or -1 for the last step"
+        raise UsageError(f"{bounds}, got {flags.first} and {flags.until}")
     workdir = pathlib.Path(flags.workdir).absolute()
     out = pathlib.Path(flags.out).absolute() if flags.out else workdir / "replay"
     settings = settings_of(flags.config)
-    own = load_config(f"{workdir}/config.json")
-    own.task.changed = flags.config.task.changed
-    if settings == settings_of(own):
-        changed = []
+    if changed:
+        own = load_config(f"{workdir}/config.json")
+        own.task.changed = flags.config.task.changed
+        if settings == settings_of(own):  # The words have the run's own values.
+            changed = []
     if settings.learner.num_processes > 1:
         raise UsageError("replay runs one process: --config.learner.num_processes=1")
     turns = ("--config.learner.blocks", "--config.learner.num_minibatches")

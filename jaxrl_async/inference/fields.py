@@ -131,7 +131,7 @@ def check_keys(where: str, found: Collection[str], known: Collection[str]) -> No
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """A field that is true or false."""
+    """A field that is true or false; `default` where it is left out."""
     value = given.get(name, default)
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{name} must be true or false, got {value!r:.80}")

@@ -4,6 +4,7 @@ Checks and translates; sends nothing.
 """
 
 import dataclasses
+import functools
 import itertools
 import secrets
 import time
@@ -92,6 +93,8 @@ class Texts:
         self._tokenizer = tokenizer
         self._max_total_tokens = max_total_tokens
         self.model = model
+        # A stream asks for each of its tokens with every chunk.
+        self._name = functools.cache(lambda token: tokenizer.decode([token], special=True))
 
     def decode(self, completion: Completion) -> str:
         """The sampled text, without special tokens and without the text that ended it."""
@@ -101,10 +104,10 @@ class Texts:
 
     def name(self, token: int) -> str:
         """The text of one token, with those of special ones."""
-        return self._tokenizer.decode([token], special=True)
+        return self._name(token)
 
     def encode(self, text: Any, *, special: bool = True) -> list[int]:
-        """The ids of a text, `special`: between those that its tokenizer puts around one, as a BOS.
+        """The ids of a text; with `special` also those that its tokenizer adds to one, as a BOS.
 
         Raises:
           InvalidRequestError: it is no text, empty, or has a character without a token.
@@ -199,7 +202,8 @@ class Texts:
         chat = {"delta": ({} if before else {"role": "assistant"}) | {"content": text}}
         content = chat if call.is_chat else {"text": text}
         tokens = scored(request, now, None)[num:]
-        sent = [] if before is None or call.num_top is None else before.output_ids.tolist()
+        asks = call.num_top is not None and not call.is_chat
+        sent = before.output_ids.tolist() if before and asks else []
         offset = sum(len(self.name(token)) for token in sent)
         choice = self._choice(call, index, content, tokens, now, offset)
         return self.envelope(call, ".chunk", [choice])
@@ -231,7 +235,10 @@ class Texts:
         return {"index": index} | content | ending
 
     def _of_text(self, tokens: Sequence[Scored], offset: int) -> dict[str, Any]:
-        """Log-probs as of /v1/completions, from a character on. Of tokens with one text, the most probable counts."""
+        """Log-probs as of /v1/completions. Of tokens with one text, the most probable one counts.
+
+        `offset`: characters of the answer before the first of the tokens.
+        """
         names, tops = [self.name(token) for token, _, _ in tokens], []
         for name, (_, logprob, top) in zip(names, tokens, strict=True):
             by_name = {self.name(token): own for token, own in reversed(top)}

@@ -211,9 +211,9 @@ class Checkpoints:
         return steps[-1]
 
     def oldest(self) -> int:
-        """The first restorable step after 0 of the newest `keep`, else 0: nothing resumes from before it.
+        """The first restorable step after 0 of the newest `keep`, else 0: a run goes on from no earlier one.
 
-        The best step may be older, and is kept for its weights.
+        The best step may be earlier, and is kept for its weights.
         """
         return min([step for step in self.steps() if step][-self._keep :], default=0)
 

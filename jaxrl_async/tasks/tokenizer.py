@@ -194,7 +194,7 @@ class CharTokenizer:
         self.vocab_size = len(self._texts)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text; no token stands around one. Raises ValueError: a character is not in the alphabet."""
+        """The ids of a text, to which nothing is added. Raises ValueError: a character is not in the alphabet."""
         try:
             return [self._ids[character] for character in text]
         except KeyError as error:
@@ -287,7 +287,7 @@ class HFTokenizer:
         return bool(self._templates)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text, `special`: between those that the tokenizer puts around one, as a BOS.
+        """The ids of a text; with `special` also those that the tokenizer adds to one, as a BOS.
 
         Raises:
           ValueError: one has no embedding in the run's model.

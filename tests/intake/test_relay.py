@@ -11,6 +11,7 @@ import jax
 import pytest
 from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weights
 
+from jaxrl_async import listener
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import programs
 from jaxrl_async.intake import relay
@@ -247,7 +248,7 @@ async def test_a_source_that_is_silent_is_given_up():
         assert status == protocol.NO_SOURCE and "nothing for 5 s" in str(answer)
         for writer in writers:
             writer.close()
-        silent.close()
+        await listener.stop(silent)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ OLD = ("jax==0.7.0", "flax==0.10.7", "ipykernel")  # of a notebook service
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_notebook_runs_from_an_empty_folder_beside_an_old_jax(tmp_path, monkeypatch):
-    """One: they share their first cell, which is what installs."""
+    """One notebook: all share the cell that installs."""
 
     def run(*words):
         subprocess.run(words, check=True, capture_output=True, text=True, timeout=900)
