@@ -134,12 +134,15 @@ class Relay:
             arrived stay.
           PieceError: they are too large.
         """
-        timeout = aiohttp.ClientTimeout(timeout_secs, sock_connect=STALL_SECS, sock_read=STALL_SECS)
+        timeout = aiohttp.ClientTimeout(sock_connect=STALL_SECS, sock_read=STALL_SECS)
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         for name, piece in pieces.items():
             self._make_room(version, name, piece)
         try:
-            async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
+            async with (
+                asyncio.timeout(timeout_secs),
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+            ):
                 for name, piece in pieces.items():
                     if self._pieces.get((version, name)) == piece:
                         continue
@@ -152,7 +155,8 @@ class Relay:
         except SourceError:
             raise
         except TimeoutError:
-            raise SourceError(f"{source} sent nothing for {STALL_SECS:g} s, or was late") from None
+            late = f"was not done after {timeout_secs:g} s"
+            raise SourceError(f"{source} sent nothing for {STALL_SECS:g} s, or {late}") from None
         except (aiohttp.ClientError, PieceError, OSError) as error:
             raise SourceError(f"{source}: {error or type(error).__name__}") from error
 

@@ -9,6 +9,7 @@ import types
 import aiohttp
 import jax
 import pytest
+from aiohttp import web
 from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weights
 
 from jaxrl_async import listener
@@ -249,6 +250,20 @@ async def test_a_source_that_is_silent_is_given_up():
         for writer in writers:
             writer.close()
         await listener.stop(silent)
+
+
+async def test_the_bound_on_a_fetch_is_one_of_all_its_pieces(make_relay):
+    async def send_slowly(request):
+        await asyncio.sleep(0.4)
+        return web.Response(body=BYTES)
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", send_slowly)
+    pieces = {f"{number}.safetensors": PIECE for number in range(6)}
+    async with listener.listening(app, "127.0.0.1", 0) as port:
+        with pytest.raises(relay.SourceError, match="or was not done after 1 s"):
+            source = f"http://127.0.0.1:{port}"
+            await make_relay("here").fetch("7", source, pieces, timeout_secs=1.0)
 
 
 @pytest.mark.parametrize(
