@@ -144,7 +144,8 @@ class Relay:
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
             ):
                 for name, piece in pieces.items():
-                    if self._pieces.get((version, name)) == piece:
+                    is_here = (self.root / version / name).exists()  # not removed since
+                    if is_here and self._pieces.get((version, name)) == piece:
                         continue
                     url = source + protocol.file_route(version, name)
                     options: dict[str, Any] = {"ssl": self.context} if self.context else {}

@@ -213,6 +213,19 @@ async def test_where_the_pause_reads_the_files_they_stay_and_a_preparation_is_ne
     receiver.close()
 
 
+async def test_files_that_an_update_has_removed_are_fetched_again(receiver, path):
+    (file,) = path.glob("*.safetensors")
+    content = file.read_bytes()
+    piece = {"num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    await send(receiver, "4", file.name, content, piece["sha256"])
+    body = {"weight_version": "4", "source": "http://127.0.0.1:1", "timeout_secs": 20.0}
+    body |= {"files": {file.name: piece}}
+    assert (await receiver.fetch(body))[0] == 200  # They are here.
+    assert (await receiver.update_from_upload(named(path)))[0] == 400  # No manifest came.
+    status, why = message(await receiver.fetch(body))
+    assert status == protocol.NO_SOURCE and "127.0.0.1:1" in why
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
