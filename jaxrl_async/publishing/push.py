@@ -118,10 +118,11 @@ class Push:
                     await kind.rename(unverified, timeout_secs=self.left())
                     yield unverified
                 await verify()
+                may_differ = False
+                await kind.continue_(timeout_secs=self.left())
             except BaseException:
                 await _abandon(kind, may_differ)
                 raise
-            await kind.continue_(timeout_secs=self.left())
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

@@ -553,6 +553,44 @@ async def test_a_push_that_is_cancelled_while_a_server_takes_its_pause_leaves_it
     assert not server.paused and server.routes()[-1] == "/continue_generation"
 
 
+@pytest.mark.parametrize("sglang", [False, True])
+async def test_a_push_whose_last_call_fails_ends_its_pause_all_the_same(
+    client, server, path, sglang
+):
+    calls, go_on, server.sglang = [], server.continue_generation, sglang
+
+    async def fail_once(payload):
+        calls.append(payload)
+        return await go_on(payload) if len(calls) > 1 else web.Response(status=503)
+
+    server.continue_generation = fail_once
+    with pytest.raises(ServerError, match="/continue_generation: HTTP 503"):
+        await push("disk", client, server, path)
+    assert (server.version, server.paused) == ("7", False)
+    assert "/abort_request" not in server.routes()  # The weights are those of the name.
+
+
+async def test_a_push_that_is_cancelled_in_its_last_call_ends_its_pause(client, server, path):
+    asked, calls, go_on = asyncio.Event(), [], server.continue_generation
+    loop = asyncio.get_running_loop()
+
+    async def lose_once(payload):
+        calls.append(payload)
+        loop.call_soon_threadsafe(asked.set)
+        if len(calls) == 1:
+            await asyncio.sleep(3600)
+        return await go_on(payload)
+
+    server.continue_generation = lose_once
+    pushing = asyncio.create_task(push("disk", client, server, path))
+    async with asyncio.timeout(TIMEOUT_SECS):
+        await asked.wait()
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+    assert not server.paused
+
+
 async def test_pushes_of_one_version_compute_its_checksums_once(client, path, monkeypatch):
     stored, computed, checksums_of = StoredVersion(path), [], checksums.checksums_of
 
