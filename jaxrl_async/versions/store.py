@@ -321,7 +321,8 @@ class StoredVersion(os.PathLike):
         """Compares the length of every file with its header, and the headers with the manifest; once.
 
         Raises:
-          WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
+          WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none, or of another dtype
+            or shape.
         """
         with self._lock:
             if not self.is_checked:
@@ -355,11 +356,7 @@ class StoredVersion(os.PathLike):
           WeightStoreError: names the first file and tensor that differ.
         """
         for name, said in self.manifest["tensors"].items():
-            for key, value in _describe(self.tensor(name)).items():
-                if value != said[key]:
-                    raise WeightStoreError(
-                        f"{self._path / said['file']}: tensor {name} has {key} {value}, its manifest says {said[key]}"
-                    )
+            _compare(self._path / said["file"], name, _describe(self.tensor(name)), said)
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._mapped:
@@ -394,9 +391,23 @@ def _read_entries(
             entries |= layout.read_header(file)
         except (OSError, ValueError, KeyError) as error:
             raise WeightStoreError(f"{file}: cannot be read: {error}") from error
-    for name in table.keys() - entries.keys():
-        raise WeightStoreError(f"{directory / table[name]['file']}: tensor {name} is missing")
+    for name, said in table.items():
+        file = directory / said["file"]
+        if (entry := entries.get(name)) is None:
+            raise WeightStoreError(f"{file}: tensor {name} is missing")
+        found = {"dtype": entry.dtype, "shape": list(entry.shape), "num_bytes": entry.num_bytes}
+        _compare(file, name, found, said)
     return entries
+
+
+def _compare(
+    file: pathlib.Path, name: str, found: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
+    for key, value in found.items():
+        if value != said[key]:
+            raise WeightStoreError(
+                f"{file}: tensor {name} has {key} {value}, its manifest says {said[key]}"
+            )
 
 
 def _map(file: pathlib.Path) -> mmap.mmap:

@@ -172,6 +172,24 @@ def test_a_changed_byte_is_found_and_its_tensor_named(tmp_path):
         StoredVersion(store.path(0)).verify()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"F16"', '"X16"', "q.bias has dtype X16, its manifest says F16"),
+        ('"F16"', '"I16"', "q.bias has dtype I16, its manifest says F16"),
+        ("[6, 4]", "[7, 4]", r"embed_tokens.weight has shape \[7, 4\], .* \[6, 4\]"),
+        ("[6, 4]", "[4, 6]", r"embed_tokens.weight has shape \[4, 6\], .* \[6, 4\]"),
+        ("[0, 96]", "[0, 92]", "embed_tokens.weight has num_bytes 92, its manifest says 96"),
+    ],
+)
+def test_a_changed_header_is_found_and_its_tensor_named(tmp_path, old, new, message):
+    store = make(tmp_path)
+    file = store.write(0, tensors().items(), CONFIG) / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(old.encode(), new.encode()))
+    with pytest.raises(WeightStoreError, match=rf"model\.safetensors.*{message}"):
+        StoredVersion(store.path(0)).check()
+
+
 @pytest.mark.parametrize("size", [0, 5, 40, -1])
 def test_a_truncated_file_is_found_and_named(tmp_path, size):
     store = make(tmp_path)
