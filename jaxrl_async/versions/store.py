@@ -23,6 +23,7 @@ import pathlib
 import re
 import shutil
 import threading
+import uuid
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -173,7 +174,7 @@ class WeightStore:
                 f"{self.writer.run_id}, after this learner, generation {self.writer.generation}"
             )
         if (path := self.path(version)).exists():
-            path.rename(self._root / f"{_TEMPORARY}replaced-{version}")
+            self._put_aside(path)
         temporary.rename(path)
         _sync(self._root)
         self._prune(version)
@@ -251,9 +252,15 @@ class WeightStore:
             for version in self.versions():
                 if version in keep or self._pins[version] or self._is_younger(version):
                     continue
-                # Renamed first: a half-removed directory must not look like a version.
-                self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
+                self._put_aside(self.path(version))
         self._sweep()
+
+    def _put_aside(self, path: pathlib.Path) -> None:
+        """Makes a version a leftover, since a half-removed one must not look like a version.
+
+        Another leftover of its number may still be there.
+        """
+        path.rename(self._root / f"{_TEMPORARY}old-{path.name}-{uuid.uuid4().hex}")
 
 
 class StoredVersion(os.PathLike):

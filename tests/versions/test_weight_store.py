@@ -234,7 +234,7 @@ def test_a_version_that_a_server_has_open_on_nfs_is_removed_with_a_later_one(tmp
     store, rmtree, is_open = make(tmp_path, keep=1), shutil.rmtree, True
 
     def on_nfs(path):
-        if is_open and path.name == ".aside-pruned-1":
+        if is_open and path.name.startswith(".aside-old-00000001"):
             raise OSError(errno.ENOTEMPTY, "Directory not empty", path)
         rmtree(path)
 
@@ -245,3 +245,17 @@ def test_a_version_that_a_server_has_open_on_nfs_is_removed_with_a_later_one(tmp
     is_open = False
     store.write(3, tensors().items(), CONFIG)
     assert [entry.name for entry in (tmp_path / "weights").iterdir()] == ["00000003"]
+
+
+def test_a_version_is_replaced_and_removed_while_an_older_one_of_its_number_is_open(
+    tmp_path, monkeypatch
+):
+    def on_nfs(path):
+        raise OSError(errno.EBUSY, "Device or resource busy", path)
+
+    monkeypatch.setattr(shutil, "rmtree", on_nfs)
+    store = make(tmp_path, keep=1)
+    for seed, version in enumerate((1, 2, 1, 1, 2)):  # A run that is resumed again and again.
+        store.write(version, tensors(seed).items(), CONFIG)
+        assert store.versions() == [version]
+        assert_same(read_tensors(store.path(version)), tensors(seed))
