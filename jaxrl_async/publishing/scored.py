@@ -56,7 +56,8 @@ class ScoredPrompts:
             log.info("%s: version %s has no scores to compare its samples with", address, name)
             return False
         asked = prompts(len(table), self.num_tokens, table.shape[1])
-        calls = (self._sample(kind, address, row, files.version, timeout_secs) for row in asked)
+        call = {"vocab_size": table.shape[1], "timeout_secs": timeout_secs}
+        calls = (self._sample(kind, address, row, files.version, **call) for row in asked)
         found = np.array(await asyncio.gather(*calls))  # [K, 2]: token, log-prob
         expected = table[np.arange(len(table)), found[:, 0].astype(int)]
         error = float(np.abs(found[:, 1] - expected).mean())
@@ -76,7 +77,14 @@ class ScoredPrompts:
         return True
 
     async def _sample(
-        self, kind: Kind, address: str, row: np.ndarray, version: int, timeout_secs: float
+        self,
+        kind: Kind,
+        address: str,
+        row: np.ndarray,
+        version: int,
+        *,
+        vocab_size: int,
+        timeout_secs: float,
     ) -> tuple[int, float]:
         request = Request(
             rid=f"score-{uuid.uuid4().hex}",
@@ -84,6 +92,7 @@ class ScoredPrompts:
             sampling_params={"max_new_tokens": 1, "temperature": self.temperature, "top_p": 1.0},
             run_id=self.run_id,
             adapters=self.adapters,
+            vocab_size=vocab_size,
         )
         completion = await kind.generate(request, timeout_secs=timeout_secs)
         if completion.versions.tolist() != [version]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fixtures import train_steps
-from fixtures.fake_sglang import logprob
+from fixtures.fake_sglang import logprob, started
 from fixtures.fake_vllm import serving
 from fixtures.models import tiny
 from fixtures.tensors import tensors
@@ -21,7 +21,7 @@ from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import checked_completion
-from jaxrl_async.servers.port import ServerError, UnfitServerError
+from jaxrl_async.servers.port import NonsenseError, ServerError, UnfitServerError
 from jaxrl_async.versions.store import WeightStore
 
 SECS = 20.0
@@ -113,6 +113,16 @@ async def test_tokens_of_another_version_are_asked_for_again(store):
         files = write(store, 3, TABLE)
         await PROMPTS.check(Kind(version="4"), "http://a", files, "3", timeout_secs=SECS)
     assert error.value.retryable
+
+
+async def test_a_token_beyond_the_scores_is_a_fault_of_the_server(store):
+    files = write(store, 3, TABLE)
+    with started(1) as (server,):
+        server.version, server.policy = "3", lambda prompt: [V]
+        async with InferenceClient() as client:
+            kind = await client.recognise(server.address, timeout_secs=SECS)
+            with pytest.raises(NonsenseError, match=rf"{server.address}.*100 is no .* \[0, 100\)"):
+                await PROMPTS.check(kind, server.address, files, "3", timeout_secs=SECS)
 
 
 async def test_without_scores_nobody_is_asked(store):
