@@ -1,5 +1,6 @@
 """The kind of vLLM, before a fake one. The real one runs the suite of all servers, test_conformance.py."""
 
+import asyncio
 import base64
 import dataclasses
 import io
@@ -249,6 +250,25 @@ async def test_adapters_come_without_a_pause_and_old_ones_go(client, server, sto
         await Transport("disk", mode="retract", keep_adapters=1)(client, server.address, **again)
     assert list(server.adapters) == ["3", "4"]
     assert not any(route.startswith("/pause") for route in server.routes())
+
+
+async def test_a_request_of_an_adapter_has_one_bound_for_its_name_and_its_tokens(server, store):
+    async with InferenceClient(adapters=True) as client:
+        await push(client, server, store, 1, prefix=ADAPTER)
+        kind, left = await client.recognise(server.address, timeout_secs=SECS), []
+        report, post = kind.report, kind.post
+
+        async def report_slowly(**call):
+            await asyncio.sleep(0.2)
+            return await report(**call)
+
+        async def noted(route, body, timeout_secs, **more):
+            left.append(timeout_secs)
+            return await post(route, body, timeout_secs, **more)
+
+        kind.report, kind.post = report_slowly, noted
+        await generate(client, server)
+    assert 0 < left[-1] <= SECS - 0.2
 
 
 async def test_an_abort_names_the_ids_as_vllm_keeps_them(client, server):

@@ -7,6 +7,7 @@ and keeps it.
 import asyncio
 import functools
 import os
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -116,13 +117,14 @@ class Compared(HttpKind):
         with self.reading(MODELS):
             return [model["id"] for model in answer["data"] if model.get("parent")]
 
-    async def newest_adapter(self, run_id: str, timeout_secs: float) -> str:
-        """The name of the adapter that it got last.
+    async def newest_adapter(self, run_id: str, timeout_secs: float) -> tuple[str, float]:
+        """The name of the adapter that it got last, and the seconds that are left of timeout_secs.
 
         Raises:
           ForeignVersionError: it has none of a push, as after its restart.
         """
+        start = time.monotonic()
         name = (await self.report(timeout_secs=timeout_secs)).get(protocol.WEIGHT_VERSION)
         with self.reading(self.INFO):
             read_version(name, run_id)
-        return str(name)
+        return str(name), max(timeout_secs - (time.monotonic() - start), 1e-3)

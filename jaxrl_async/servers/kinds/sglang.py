@@ -60,9 +60,7 @@ class Sglang(SglangApi, Compared):
         """Samples one completion; with adapters, by the newest, whose name its tokens get."""
         if not request.adapters:
             return await super().generate(request, timeout_secs=timeout_secs)
-        deadline = asyncio.get_running_loop().time() + timeout_secs
-        name = await self.newest_adapter(request.run_id, timeout_secs)
-        left = max(deadline - asyncio.get_running_loop().time(), 1e-3)
+        name, left = await self.newest_adapter(request.run_id, timeout_secs)
         return await self.generate_alone(request, left, name)
 
     # Pushes.

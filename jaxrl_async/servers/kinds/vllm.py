@@ -74,15 +74,15 @@ class Vllm(Compared):
 
     async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
         """Samples one completion; with adapters, by the newest, whose name its tokens get."""
-        adapter = None
+        adapter, left = None, timeout_secs
         if request.adapters:
-            adapter = await self.newest_adapter(request.run_id, timeout_secs)
+            adapter, left = await self.newest_adapter(request.run_id, timeout_secs)
         body = {"request_id": request.rid, "token_ids": request.input_ids}
         body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
         self._running.add(request.rid)
         try:
             bound = {"max_bytes": answers.max_bytes(request)}
-            answer = await self.post(GENERATE, body, timeout_secs, is_control=False, **bound)
+            answer = await self.post(GENERATE, body, left, is_control=False, **bound)
         finally:
             self._running.discard(request.rid)
         with self.reading(GENERATE, f"answer to {request.rid}", retryable=True):
