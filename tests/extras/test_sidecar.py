@@ -13,6 +13,7 @@ from aiohttp import web
 from fixtures import fake_vllm
 from fixtures.fake_sglang import FakeServer
 
+from jaxrl_async import listener
 from jaxrl_async.cli import main
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.intake import pause_lease, relay
@@ -287,6 +288,50 @@ async def test_a_server_that_is_gone_is_named(make_server):
             with pytest.raises(ServerError, match=f"{server.address} does not answer the sidecar"):
                 await call(timeout_secs=5.0)
         server.start()
+
+
+@contextlib.asynccontextmanager
+async def answering(*parts):
+    """The address of a server that answers a call with these bytes, and hangs up."""
+
+    tasks = []
+
+    async def answer(reader, writer):
+        tasks.append(asyncio.current_task())
+        with contextlib.closing(writer):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.writelines(parts)
+            await writer.drain()
+            await asyncio.sleep(0.05)  # The first bytes are passed on.
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        await listener.stop(server)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)  # A transport lets go of its socket in a later turn.
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"x" * 70_000),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"5\r\nhello\r\n"),
+    ],
+    ids=["of a length", "in chunks"],
+)
+async def test_an_answer_that_breaks_off_does_so_for_who_asked(parts):
+    async with (
+        answering(*parts) as there,
+        sidecar.serve(there, host="127.0.0.1", port=0) as port,
+        aiohttp.ClientSession() as session,
+        asyncio.timeout(TIMEOUT_SECS),
+        session.get(f"http://127.0.0.1:{port}/server_info") as answer,
+    ):
+        assert answer.status == 200
+        with pytest.raises(aiohttp.ClientError):
+            await answer.read()
 
 
 async def test_a_pause_ends_with_its_lease(make_server, monkeypatch):

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import logging
 import pathlib
 import ssl
 from collections.abc import AsyncIterator
@@ -43,6 +44,8 @@ _GENERATES = (*_KEYED, "/generate")  # with SGLang's: prefixes of the routes tha
 _ADAPTERS = "load_lora_adapter"  # ends the routes among them that change the server
 _DECISIVE = (200, 401, 403, 404, 405)  # statuses of a route that is there or is not
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,8 +231,14 @@ class Sidecar:
             return web.Response(body=await answer.read(), **passed)
         response = web.StreamResponse(**passed)
         await response.prepare(request)
-        async for chunk in answer.content.iter_any():
-            await response.write(chunk)
+        try:
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            log.warning("%s: the answer of %s broke off: %s", request.path, self.server, error)
+            if request.transport:
+                request.transport.abort()  # Who asked sees that the answer is not whole.
+            return response
         await response.write_eof()
         return response
 
