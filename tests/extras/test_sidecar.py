@@ -334,6 +334,25 @@ async def test_an_answer_that_breaks_off_does_so_for_who_asked(parts):
             await answer.read()
 
 
+async def test_a_pause_does_not_wait_for_the_requests_that_it_holds(make_server):
+    server, num_requests = make_server(), 120
+    server.hang.add("/generate")
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        asked = SglangApi(client, address)
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}}
+        calls = [
+            asyncio.create_task(asked.post("/generate", body, 3600.0)) for _ in range(num_requests)
+        ]
+        async with asyncio.timeout(3 * TIMEOUT_SECS):
+            while server.routes().count("/generate") < num_requests:
+                await asyncio.sleep(0.05)
+        await asked.pause(mode="retract", timeout_secs=TIMEOUT_SECS)
+        assert server.paused
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
 async def test_a_pause_ends_with_its_lease(make_server, monkeypatch):
     server, timers, begin = make_server(), [], pause_lease.Lease.begin
 

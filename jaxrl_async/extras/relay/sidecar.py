@@ -79,11 +79,12 @@ class Sidecar:
 
     async def __aenter__(self) -> "Sidecar":
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
-        options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
-        if self.context is not None:
-            options["connector"] = aiohttp.TCPConnector(ssl=self.context)
+        # As many calls at once as come: a pause must not wait for those that it is to hold.
+        tls = True if self.context is None else self.context
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls)
         self._receiver.open(self.directory)
-        self._session = aiohttp.ClientSession(**options)
+        options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
+        self._session = aiohttp.ClientSession(connector=connector, **options)
         return self
 
     async def __aexit__(self, *error) -> None:

@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
 
 async def _serve(server: str, key: str | None, options: dict) -> None:
     from jaxrl_async.extras.relay import sidecar
+    from jaxrl_async.servers.descriptors import raise_open_file_limit
 
+    raise_open_file_limit()
     async with sidecar.serve(server, key=key, **options) as port:
         log.info("relay for %s at port %d", server, port)
         await asyncio.Event().wait()
