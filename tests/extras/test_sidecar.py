@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import pathlib
+import re
 
 import aiohttp
 import numpy as np
@@ -332,6 +333,19 @@ async def test_an_answer_that_breaks_off_does_so_for_who_asked(parts):
         assert answer.status == 200
         with pytest.raises(aiohttp.ClientError):
             await answer.read()
+
+
+@pytest.mark.parametrize("body", ["<html>Welcome</html>", "[1]", '{"status": "ok"}', ""])
+async def test_what_is_no_inference_server_is_named_by_its_answer(body):
+    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    async with (
+        answering(head, body.encode()) as there,
+        sidecar.serve(there, host="127.0.0.1", port=0) as port,
+        InferenceClient() as client,
+    ):
+        words = re.escape(json.loads(body)["status"] if body[:1] == "{" else body)
+        with pytest.raises(UnfitServerError, match=f"of no known kind, and answers .*{words}"):
+            await client.recognise(f"http://127.0.0.1:{port}", timeout_secs=TIMEOUT_SECS)
 
 
 async def test_a_pause_does_not_wait_for_the_requests_that_it_holds(make_server):

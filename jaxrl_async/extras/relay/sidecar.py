@@ -192,8 +192,8 @@ class Sidecar:
         """What the server says of itself, and that versions can be sent here."""
         async with self._errors(), self._asked(request) as answer:
             content = await answer.read()
-            if answer.status == 200:
-                info = json.loads(content)
+            # An answer that names no weights is of no known kind: who asked gets it as it is.
+            if answer.status == 200 and protocol.WEIGHT_VERSION in (info := _object(content)):
                 self._prepares = Embedded.recognises(info)
                 self._is_vllm = request.path == vllm.Vllm.INFO
                 content = json.dumps(info | self._receiver.info()).encode()
@@ -319,6 +319,13 @@ async def serve(
         listening(sidecar.app(), host, port, listener) as bound,
     ):
         yield bound
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    try:
+        return read_body(content)
+    except protocol.RequestError:
+        return {}
 
 
 def _ours(headers) -> dict[str, str]:
