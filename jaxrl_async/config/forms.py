@@ -92,7 +92,8 @@ def discovery_of(discover: str) -> tuple[str, str, int]:
     Raises:
       SettingsError: neither "file:PATH" nor "dns://name:port".
     """
-    dns = re.fullmatch(r"dns://([A-Za-z0-9._-]+):(\d{1,5})", discover)
+    label = "[A-Za-z0-9_-]{1,63}"
+    dns = re.fullmatch(rf"dns://({label}(?:\.{label})*\.?):(\d{{1,5}})", discover)
     if dns and 0 < int(dns[2]) < 1 << 16:
         return "dns", dns[1], int(dns[2])
     kind, _, path = discover.partition(":")

@@ -236,6 +236,9 @@ class InferenceClient:
                     if not unsent or not isinstance(body, bytes):
                         raise
                     response = await send()
+                except UnicodeError as error:
+                    reason = f"no host can have this name: {error}"
+                    raise ServerError(address, route, reason, retryable=False) from error
             async with response:
                 yield response
         except aiohttp.ConnectionTimeoutError:

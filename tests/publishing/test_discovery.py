@@ -105,7 +105,13 @@ def test_a_bad_line_is_found_before_any_role_starts(path, tmp_path):
         machine.prepare(settings, tmp_path)
 
 
-@pytest.mark.parametrize("place", ["", "a:1", "file:", "dns://a", "dns://a:0", "dns://a:70000"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("", "a:1", "file:", "dns://a", "dns://a:0", "dns://a:70000", "dns://:1"),
+        *("dns://a..b:1", "dns://.:1", f"dns://{'x' * 64}.pool:1"),  # No host can have these names.
+    ],
+)
 def test_a_place_that_is_neither_a_file_nor_a_name_is_refused(place):
     with pytest.raises(SettingsError, match=r"file:PATH.*dns://name:port"):
         Discovery(place)

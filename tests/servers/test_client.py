@@ -460,6 +460,14 @@ async def test_a_connection_that_breaks_is_an_error_to_retry(server):
     assert caught.value.retryable
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+async def test_a_name_that_no_host_can_have_is_an_error_of_its_server(host):
+    async with InferenceClient() as client:
+        with pytest.raises(ServerError, match=f"{host}:80/.*no host can have.* label") as caught:
+            await client.recognise(f"http://{host}:80", timeout_secs=10.0)
+    assert not caught.value.retryable
+
+
 async def test_a_call_that_found_its_connection_closed_before_it_was_sent_is_sent_again(
     server, monkeypatch
 ):
