@@ -271,6 +271,20 @@ async def test_a_request_of_an_adapter_has_one_bound_for_its_name_and_its_tokens
     assert 0 < left[-1] <= SECS - 0.2
 
 
+async def test_the_two_calls_of_a_pause_have_one_bound(client, server):
+    kind, left = await client.recognise(server.address, timeout_secs=SECS), []
+    post = kind.post
+
+    async def post_slowly(route, body, timeout_secs, **more):
+        left.append(timeout_secs)
+        await asyncio.sleep(0.2)
+        return await post(route, body, timeout_secs, **more)
+
+    kind.post = post_slowly
+    await kind.pause(mode="retract", timeout_secs=SECS)
+    assert left[0] == SECS and 0 < left[1] <= SECS - 0.2
+
+
 async def test_an_abort_names_the_ids_as_vllm_keeps_them(client, server):
     await client.recognise(server.address, timeout_secs=SECS)
     await client.abort(server.address, rid="0001-0000", timeout_secs=SECS)

@@ -11,6 +11,7 @@ import functools
 import io
 import os
 import re
+import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
@@ -115,13 +116,14 @@ class Vllm(Compared):
         """As of `port.Pausable`; "retract" drops what was computed of the requests, "abort" ends them."""
         # It keeps requests and, in spite of what is said of it, empties the cache under them unless it is asked not to.
         keeps = {"abort": "mode=abort", "in_place": "mode=keep&clear_cache=false"}
-        route = f"{PAUSE}?{keeps.get(mode, 'mode=keep')}"
+        route, start = f"{PAUSE}?{keeps.get(mode, 'mode=keep')}", time.monotonic()
         headers = protocol.lease_headers(lease_secs)
         await self.post(route, {}, timeout_secs, is_short=True, headers=headers)
         if mode != "retract":
             return
         route = "/reset_prefix_cache?reset_running_requests=true"
-        answer = await self.post(route, {}, timeout_secs, is_short=True)
+        left = max(timeout_secs - (time.monotonic() - start), 1e-3)
+        answer = await self.post(route, {}, left, is_short=True)
         if answer.get("success") is not True:
             reason = "some blocks of its cache are still held"
             raise port.ServerError(self.address, route, reason, retryable=True)
