@@ -94,6 +94,9 @@ class Relay:
                 raise PieceError(f"version {version} is superseded here")
             arrival.part = part.rename(directory / name)
             self._pieces[version, name] = piece
+        except BaseException:
+            arrival.part = None  # Nobody reads what is removed.
+            raise
         finally:
             part.unlink(missing_ok=True)
             arrival.end()

@@ -147,6 +147,16 @@ async def test_readers_of_a_piece_that_breaks_off_or_stalls_are_told(make_relay,
         await all_of(reading)
 
 
+async def test_who_waits_for_a_piece_that_breaks_off_at_once_is_told(make_relay):
+    here = make_relay("here")
+    early = asyncio.create_task(here.read("7", NAME))
+    await asyncio.sleep(0)
+    with pytest.raises(relay.PieceError, match="more than"):
+        await here.receive("7", NAME, chunks_of(BYTES + b"x"), PIECE)
+    with pytest.raises(relay.PieceError, match="did not arrive whole here"):
+        await early
+
+
 # Between servers.
 
 
