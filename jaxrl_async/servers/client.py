@@ -30,6 +30,8 @@ from jaxrl_async.servers.probes import LostAnswerError, Probes
 from jaxrl_async.types import Record
 
 CONNECT_SECS = 10.0  # bound on a connection: a host that is gone refuses none
+# of a connection at rest: uvicorn closes one after 5 s, which a busy process may count late
+KEEPALIVE_SECS = 2.0
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -67,8 +69,7 @@ class InferenceClient:
                 # Calls beyond it wait for a connection within their deadline, instead of failing for want of files.
                 limit=descriptors.connection_limit(),
                 limit_per_host=0,  # A server bounds its own requests, and queues the rest.
-                # uvicorn closes a connection after 5 s of rest, which a busy process may count late.
-                keepalive_timeout=2.0,
+                keepalive_timeout=KEEPALIVE_SECS,
                 ssl=self._tls,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),

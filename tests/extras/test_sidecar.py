@@ -348,6 +348,31 @@ async def test_what_is_no_inference_server_is_named_by_its_answer(body):
             await client.recognise(f"http://127.0.0.1:{port}", timeout_secs=TIMEOUT_SECS)
 
 
+async def test_a_call_goes_by_no_connection_that_its_server_may_be_closing(monkeypatch):
+    """The server closes each connection with its second call, as uvicorn does one that has rested."""
+    monkeypatch.setattr(sidecar, "KEEPALIVE_SECS", 0.05)
+    seen = set()
+
+    async def pause(request):
+        if request.transport in seen:
+            request.transport.abort()
+        seen.add(request.transport)
+        return web.json_response({})
+
+    app = web.Application()
+    app.router.add_post("/pause_generation", pause)
+    async with (
+        listener.listening(app, "127.0.0.1", 0) as there,
+        sidecar.serve(f"http://127.0.0.1:{there}", host="127.0.0.1", port=0) as port,
+        InferenceClient() as client,
+    ):
+        server = SglangApi(client, f"http://127.0.0.1:{port}")
+        await server.pause(mode="retract", timeout_secs=TIMEOUT_SECS)
+        await asyncio.sleep(0.2)
+        await server.pause(mode="retract", timeout_secs=TIMEOUT_SECS)
+    assert len(seen) == 2
+
+
 async def test_a_pause_does_not_wait_for_the_requests_that_it_holds(make_server):
     server, num_requests = make_server(), 120
     server.hang.add("/generate")

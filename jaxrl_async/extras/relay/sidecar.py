@@ -28,6 +28,7 @@ from jaxrl_async import security
 from jaxrl_async.intake import routes
 from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
 from jaxrl_async.listener import listening
+from jaxrl_async.servers.client import KEEPALIVE_SECS
 from jaxrl_async.servers.kinds import vllm
 from jaxrl_async.servers.kinds.embedded import Embedded
 from jaxrl_async.servers.probes import MAX_ANSWER_BYTES
@@ -81,7 +82,7 @@ class Sidecar:
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
         # As many calls at once as come: a pause must not wait for those that it is to hold.
         tls = True if self.context is None else self.context
-        connector = aiohttp.TCPConnector(limit=0, ssl=tls)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECS, ssl=tls)
         self._receiver.open(self.directory)
         options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
         self._session = aiohttp.ClientSession(connector=connector, **options)
