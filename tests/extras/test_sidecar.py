@@ -348,6 +348,26 @@ async def test_what_is_no_inference_server_is_named_by_its_answer(body):
             await client.recognise(f"http://127.0.0.1:{port}", timeout_secs=TIMEOUT_SECS)
 
 
+@pytest.mark.parametrize("asked", ["gzip, deflate", None])
+async def test_nobody_gets_an_answer_that_the_server_has_compressed(asked):
+    async def compressed(request):
+        response = web.json_response({"weight_version": "3", "text": "x" * 1000})
+        response.enable_compression()  # Where it is asked for.
+        return response
+
+    app = web.Application()
+    app.router.add_get("/{route:.*}", compressed)
+    headers = {"Accept-Encoding": asked} if asked else {}
+    async with (
+        listener.listening(app, "127.0.0.1", 0) as there,
+        sidecar.serve(f"http://127.0.0.1:{there}", host="127.0.0.1", port=0) as port,
+        aiohttp.ClientSession(skip_auto_headers=["Accept-Encoding"], headers=headers) as session,
+    ):
+        for route in ("/model_info", "/server_info"):
+            async with session.get(f"http://127.0.0.1:{port}{route}") as answer:
+                assert answer.status == 200 and (await answer.json())["weight_version"] == "3"
+
+
 async def test_a_call_goes_by_no_connection_that_its_server_may_be_closing(monkeypatch):
     """The server closes each connection with its second call, as uvicorn does one that has rested."""
     monkeypatch.setattr(sidecar, "KEEPALIVE_SECS", 0.05)

@@ -44,7 +44,8 @@ _KEYED = ("/v1/", "/inference/")  # prefixes of the routes at which vLLM asks fo
 _GENERATES = (*_KEYED, "/generate")  # with SGLang's: prefixes of the routes that generate
 _ADAPTERS = "load_lora_adapter"  # ends the routes among them that change the server
 _DECISIVE = (200, 401, 403, 404, 405)  # statuses of a route that is there or is not
-_OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
+_OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding"}
+_OWN_HEADERS |= {"content-encoding", "accept-encoding"}
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +85,12 @@ class Sidecar:
         tls = True if self.context is None else self.context
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECS, ssl=tls)
         self._receiver.open(self.directory)
-        options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
-        self._session = aiohttp.ClientSession(connector=connector, **options)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            skip_auto_headers=["Accept-Encoding"],  # Nothing compressed is asked for.
+        )
         return self
 
     async def __aexit__(self, *error) -> None:
