@@ -19,7 +19,12 @@ from jaxrl_async.config.settings import TRANSPORTS
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds import checksums, sglang
-from jaxrl_async.servers.port import ObsoleteVersionError, ServerError, ServerTimeoutError
+from jaxrl_async.servers.port import (
+    NonsenseError,
+    ObsoleteVersionError,
+    ServerError,
+    ServerTimeoutError,
+)
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 10.0
@@ -264,6 +269,22 @@ async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path,
     assert begin < routes.index("/update_weights_from_tensor") < end
     assert end < len(routes) - 1 - routes[::-1].index("/update_weight_version")
     assert not server.session_open
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("tp_size", -1, r"tp_size: -1 is no integer in \[1, 4097\)"),
+        ("tp_size", 10**9, "tp_size: 1000000000 is no"),
+        ("tp_size", None, "tp_size: None is no"),
+        ("dtype", ["float32"], r"dtype \['float32'\] is no text"),
+    ],
+)
+async def test_settings_that_cannot_be_are_named(client, server, path, name, value, words):
+    server.sglang, server.settings = True, {name: value}
+    with pytest.raises(NonsenseError, match=f"/server_info: .*{words}"):
+        await push("tensor", client, server, path)
+    assert "/pause_generation" not in server.routes()
 
 
 async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypatch):

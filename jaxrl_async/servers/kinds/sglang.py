@@ -21,7 +21,9 @@ from typing import Any, ClassVar
 
 from jaxrl_async.security import is_loopback
 from jaxrl_async.servers import port
+from jaxrl_async.servers.answers import shown
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.completions import integers
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.kinds.compared import Compared
 from jaxrl_async.servers.kinds.intake import Intake
@@ -128,7 +130,13 @@ class Sglang(SglangApi, Compared):
         )
 
     async def settings(self, *, timeout_secs: float) -> dict[str, Any]:
-        return await self.server_info(timeout_secs=timeout_secs)
+        found = await self.server_info(timeout_secs=timeout_secs)
+        with self.reading("/server_info"):
+            for size in ("tp_size", "pp_size", "dp_size"):
+                integers(size, [found.get(size, 1)], start=1, end=MAX_RANKS + 1)
+            if not isinstance(dtype := found.get("dtype"), str | None):
+                raise ValueError(f"dtype {shown(dtype)} is no text")
+        return found
 
     @contextlib.asynccontextmanager
     async def session(
@@ -320,6 +328,7 @@ def _flags(adapters: port.Adapters) -> str:
 BUCKET_BYTES = 8 << 20
 BROADCAST_BYTES = 256 << 20  # A server has room for one more of these.
 CLOSE_SECS = 5.0
+MAX_RANKS = 4096  # of a server, in each of its dimensions
 _NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 _BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
