@@ -119,7 +119,9 @@ class _Others:
     def _first_of(self, future: concurrent.futures.Future, name: str, timeout_secs: float) -> Any:
         futures = {future, self._ended}
         concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
-        if future.done() and future is not self._ended:
+        if future.cancelled():  # With the loop, which ends: why it does is known a moment later.
+            concurrent.futures.wait({self._ended}, timeout_secs)
+        elif future.done() and future is not self._ended:
             return future.result()
         future.cancel()
         if not self._ended.done():

@@ -201,6 +201,25 @@ async def test_a_reward_that_starts_slowly_is_named_and_ends_with_the_worker(mon
         assert ended == [True] and working.cancelled()
 
 
+def test_a_role_that_fails_while_a_call_waits_is_that_calls_error(monkeypatch, tmp_path):
+    async def serve(settings, called):
+        await called.wait()
+        raise OSError("the queue's own")
+
+    monkeypatch.setattr(one_role.queue_role, "service_of", lambda *_: asyncio.Event())
+    monkeypatch.setattr(one_role.queue_role, "serve", serve)
+    rollout = dataclasses.replace(Settings().rollout, num_workers=0)
+    settings = dataclasses.replace(Settings(), rollout=rollout)
+    with one_role._Others(settings, tmp_path, {}) as others:
+
+        async def lease():
+            others.queue.set()
+            await asyncio.Event().wait()
+
+        with pytest.raises(OSError, match="the queue's own"):
+            others.run(lease(), CALL_SECS)
+
+
 @pytest.mark.long
 def test_a_module_that_takes_35_secs_to_import_ends_no_run_in_one_process(tmp_path):
     (tmp_path / "slow_sums.py").write_text(
