@@ -111,8 +111,9 @@ class Sampler:
         await asyncio.gather(*(self._abort(rid) for rid in rids))
 
     async def _abort(self, rid: str) -> None:
-        """Ends a request that may still run; nothing where its server does not answer."""
-        server = self._running.pop(rid)
+        """Ends a request that may still run; nothing where its server does not answer, or it has ended meanwhile."""
+        if (server := self._running.pop(rid, None)) is None:
+            return
         calls = [
             self.client.abort(address, rid=rid, timeout_secs=_ABORT_TIMEOUT_SECS)
             for address in self.controls.get(server, (server,))

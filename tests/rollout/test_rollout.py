@@ -42,6 +42,7 @@ from jaxrl_async.rollout.teachers import Teachers
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.types import InvalidTrajectoryError, Prompt, Sample, Turn, check_trajectory
 
 PERMIT = Permit(7, 0)
@@ -476,6 +477,27 @@ async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers
     for task in tasks[2:]:
         task.cancel()
     await asyncio.gather(*tasks[2:], return_exceptions=True)
+
+
+async def test_a_request_that_ends_while_its_group_is_aborted_is_no_error():
+    """As of a task that outlives its group."""
+    released = asyncio.Event()
+
+    class Client:
+        async def generate(self, address, **request):
+            await released.wait()
+            return Completion(np.int32([1]), np.float32([-1]), np.int32([3]), "stop")
+
+    fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
+    fleet.update([ServerRecord("server", "HEALTHY", 3)])
+    sampler = make_sampler(Client(), fleet)
+    asked = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    await asyncio.sleep(0.01)
+    assert sampler.num_running == 1
+    released.set()
+    await asyncio.sleep(0)  # The call ends now, and its task goes on in the next turn of the loop.
+    await sampler.abort(PERMIT)
+    assert (await asked).finish_reason == "stop" and sampler.num_running == 0
 
 
 async def test_a_task_that_outlives_its_group_samples_no_more(client, servers):
