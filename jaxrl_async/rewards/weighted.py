@@ -18,7 +18,7 @@ Weights = Mapping[str, Any]
 
 
 def parts_of(rewards: Weights) -> dict[str, tuple[str, float]]:
-    """Component → (name of its reward, weight). Raises ValueError: a component twice, or not a name."""
+    """Component → (name of its reward, weight). Raises ValueError: a component twice, or not a name of one."""
     found: dict[str, tuple[str, float]] = {}
     for key, value in rewards.items():
         name, weight = _pair(key, value)
@@ -28,7 +28,10 @@ def parts_of(rewards: Weights) -> dict[str, tuple[str, float]]:
                 f"task.rewards has two components {component!r}: call one otherwise, {{'NAME': ({key!r}, {weight})}}"
             )
         found[component] = (name, float(weight))
-    if problem := component_problem({name: 0.0 for name in found}):
+    problem = component_problem({name: 0.0 for name in found})
+    if "reward" in found:
+        problem = "no component may be called 'reward', as their sum is"
+    if problem:
         raise ValueError(
             f"task.rewards: {problem}; {{'NAME': ('module:function', WEIGHT)}} names it otherwise"
         )

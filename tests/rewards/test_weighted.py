@@ -128,6 +128,10 @@ def test_weights_that_are_none_are_refused(rewards, message):
             {"a:score": 1.0, "b:score": 0.5},
             r"two components 'score': .*\{'NAME': \('b:score', 0.5\)\}",
         ),
+        (
+            {"exact": 1.0, "a:reward": 0.5},
+            "no component may be called 'reward'.*'NAME': .'module:function', WEIGHT",
+        ),
         ({"a:Score": 1.0}, "component.* 'Score'.*'NAME': .'module:function', WEIGHT"),
     ],
 )
