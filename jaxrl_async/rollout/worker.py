@@ -321,8 +321,9 @@ class Worker:
                 raise flat[0] from error
             detail = f"the rollout function raised {type(own).__name__}: {own}"
             raise RolloutError("rollout_error", detail, code_error(own)) from error
-        if not isinstance(found, Trajectory | Sample):
-            text = f"the rollout function returned {found!r:.200}, not a Trajectory"
+        rows = found.trajectories if isinstance(found, Sample) else (found,)
+        if not isinstance(rows, tuple | list) or not all(isinstance(r, Trajectory) for r in rows):
+            text = f"the rollout function returned {found!r:.200}, not a Trajectory or a Sample of a tuple of them"
             cause = CodeError("a rollout function that returns no Trajectory", text)
             raise RolloutError("rollout_error", text, cause)
         return Sample.of(found)

@@ -1115,6 +1115,10 @@ async def returns_text(prompt, generate):
     return (await generate(prompt.tokens)).finish_reason
 
 
+async def returns_a_sample_of_no_tuple(prompt, generate):
+    return Sample(await single_turn(prompt, generate))
+
+
 def rewarded_with(value):
     async def rewarded(prompt, generate):
         return dataclasses.replace(await single_turn(prompt, generate), reward=value)
@@ -1158,6 +1162,11 @@ BROKEN = {
     ),
     "raises": (raises, "rollout_error", [r"KeyError: 'a typo'", r"test_rollout\.py", "in raises"]),
     "no trajectory": (returns_text, "rollout_error", ["returned 'length', not a Trajectory"]),
+    "a sample of no tuple": (
+        returns_a_sample_of_no_tuple,
+        "rollout_error",
+        [r"returned Sample\(trajectories=Trajectory\(", "not a Trajectory or a Sample of a tuple"],
+    ),
     "a reward of text": (rewarded_with("good"), "invalid", ["reward must be finite, got 'good'"]),
     "a reward of NaN": (rewarded_with(float("nan")), "invalid", ["reward must be finite, got nan"]),
     "too long": (too_long, "invalid", [r"length 9 is outside \[1, 8\]"]),
