@@ -118,6 +118,9 @@ class EngineClient:
                 return completion_of(await self._ended(self._running[rid]))
             except engine_requests.UnavailableError as error:
                 raise EvaluationError(str(error)) from error
+            except asyncio.CancelledError:  # Its rollout function gave it up.
+                self._engine.abort({rid}.__contains__)
+                raise
             finally:
                 self._running.pop(rid, None)
 

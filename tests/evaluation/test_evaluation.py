@@ -295,3 +295,23 @@ def test_an_engine_that_dies_or_is_stuck_leaves_no_score(monkeypatch):
     monkeypatch.setattr(tool, "ENGINE_TIMEOUT_SECS", 0.1)
     with pytest.raises(EvaluationError, match=r"'sums' ended no request within 0\.1 s"):
         scored(runner_of(single_turn), Stuck())
+
+
+async def test_a_request_that_a_rollout_function_gives_up_is_ended_on_the_engine():
+    ended = []
+
+    class Silent(sums.Engine):
+        def submit(self, request, on_done):
+            self.requests.append(request)
+
+        def abort(self, matches):
+            ended.extend(r.rid for r in self.requests if matches(r.rid))
+
+    engine = Silent()
+    client = tool.EngineClient(engine)
+    calls = [asyncio.create_task(client.generate({"max_new_tokens": 1}, [2])) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    calls[1].cancel()
+    await asyncio.wait({calls[1]}, timeout=WAIT_SECS)
+    assert ended == [engine.requests[1].rid] and not calls[0].done()
+    calls[0].cancel()
