@@ -18,6 +18,9 @@ from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.types import Prompt
 
+# At once. Agents share a thread, and the time in which one waits for the others is its own: thousands would be late.
+MAX_SAMPLES = 512
+
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +61,8 @@ async def score(
 ) -> dict[str, float]:
     """Runs the rollout function num_samples + 1 times per prompt, and judges every sample; one set after another.
 
-    An answer whose rollout or reward fails is not right; a warning of each set has the first of them.
+    MAX_SAMPLES of a set run at once. An answer whose rollout or reward fails is not right; a warning of each set has
+    the first of them.
 
     Args:
       num_samples: n ≥ 1, beside the greedy one.
@@ -87,16 +91,17 @@ async def _answers(
     """Whether answers are right, bool [P, 1 + n], the greedy ones first; and the number that failed."""
     failures: list[Exception] = []
     faults = (EvaluationError, PoolError, ServerError)
-    runner = wanted.runner
+    runner, places = wanted.runner, asyncio.Semaphore(MAX_SAMPLES)
 
     async def is_right(number: int, sample: int, pool: RewardPool) -> bool:
         prompt = wanted.prompts[number]
         make_rng = functools.partial(rng_of, "evaluation", seed, number, sample, 0)
         try:
-            generate = generate_of(number, sample)
-            found = await runner.run(prompt, generate, make_rng, is_trained=False)
-            runner.check(found, is_trained=False)
-            return runner.is_right(await runner.judge(found, prompt, pool))
+            async with places:
+                generate = generate_of(number, sample)
+                found = await runner.run(prompt, generate, make_rng, is_trained=False)
+                runner.check(found, is_trained=False)
+                return runner.is_right(await runner.judge(found, prompt, pool))
         except faults:
             raise
         except Exception as error:

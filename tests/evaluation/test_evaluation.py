@@ -15,6 +15,7 @@ from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
+from jaxrl_async.evaluation import score
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
 from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet
 from jaxrl_async.inference.requests import UnavailableError
@@ -315,3 +316,19 @@ async def test_a_request_that_a_rollout_function_gives_up_is_ended_on_the_engine
     await asyncio.wait({calls[1]}, timeout=WAIT_SECS)
     assert ended == [engine.requests[1].rid] and not calls[0].done()
     calls[0].cancel()
+
+
+def test_some_samples_of_an_evaluation_run_at_a_time(monkeypatch):
+    running = most = 0
+
+    async def counted(prompt, context):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return await calculator(prompt, context)
+
+    monkeypatch.setattr(score, "MAX_SAMPLES", 3)
+    assert scored(runner_of(counted), sums.Engine())["greedy"] == 0.5
+    assert most == 3
