@@ -434,7 +434,7 @@ def _is_sound(message: pb.Group, vocab_size: int, record: Record) -> bool:
     tokens, logprobs, versions, mask = arrays
     (choices,) = _decode_choices(message, [len(tokens)])
     return bool(
-        all(map(math.isfinite, rewards))
+        all(abs(reward) <= types.MAX_REWARD for reward in rewards)  # False with a NaN
         and 0 <= tokens.min() <= tokens.max() < vocab_size
         and -np.inf < logprobs.min() <= logprobs.max() <= 0  # False with a NaN
         and versions.min() >= NOT_SAMPLED

@@ -305,6 +305,7 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
         (changed(finish_reasons=[]), "finish_reasons has 0 .*lengths has 2"),
         (changed(finish_reasons=["stop", "dunno"]), "trajectory 1.*finish_reason.*'dunno'"),
         (changed(rewards=[0.0, float("inf")]), "trajectory 1.*reward .*inf"),
+        (changed(rewards=[0.0, -1e300]), r"trajectory 1.*reward must be in ±.*got -1e\+300"),
         (changed(prompt_lengths=[2, 4]), r"trajectory 1.*prompt_length 4 .*\[1, 3\]"),
         (changed(lengths=[8, 0]), r"trajectory [01].*length"),
         (changed(logprobs=FLOATS), "trajectory 0.*logprobs .*0, got nan"),
