@@ -39,7 +39,7 @@ _OF_QUEUE = {
     "queue_leased_groups": ("leased_groups", "groups leased and not committed"),
     "queue_running_groups": ("running_groups", "groups being generated"),
     "queue_reissue_groups": ("reissue_groups", "prompts to be issued again"),
-    "queue_capacity_groups": ("capacity", "groups that could be admitted now"),
+    "queue_capacity_groups": ("capacity", "groups admissible now, fewer at queue.max_bytes"),
     "queue_published_version": ("v_pub", "version of the weights published last"),
     "queue_committed_step": ("committed_step", "last step that the learner committed"),
     "queue_leased_step": ("leased_step", "last step leased in full"),
