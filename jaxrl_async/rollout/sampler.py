@@ -170,10 +170,10 @@ class Sampler:
         reason, detail, failed = "", "", ""
         retry = redraws = 0
         while retry <= self.max_retries:
-            if requests.permit not in self._live:
-                raise RolloutError("aborted", f"{requests.permit} has ended")
+            self._check_live(requests.permit)
             before = self.clock.now()
             address = await self._route(requests, failed)
+            self._check_live(requests.permit)  # It may have ended during a wait for a server.
             deadline += self.clock.now() - before
             rid = f"{requests.prefix}{next(requests.resumes):04d}"
             try:
@@ -230,6 +230,10 @@ class Sampler:
             if sampling["max_new_tokens"] == 0:
                 return _join(parts, "length")
         raise RolloutError(reason, f"failed after {self.max_retries + 1} tries: {detail}")
+
+    def _check_live(self, permit: Permit) -> None:
+        if permit not in self._live:
+            raise RolloutError("aborted", f"{permit} has ended")
 
     async def _request(
         self,

@@ -500,6 +500,26 @@ async def test_a_request_that_ends_while_its_group_is_aborted_is_no_error():
     assert (await asked).finish_reason == "stop" and sampler.num_running == 0
 
 
+async def test_a_task_whose_group_ends_while_it_waits_for_a_server_samples_no_more():
+    asked_of = []
+
+    class Client:
+        async def generate(self, address, **request):
+            asked_of.append(address)
+            return Completion(np.int32([1]), np.float32([-1]), np.int32([3]), "stop")
+
+    fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
+    sampler = make_sampler(Client(), fleet)
+    asked = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    await asyncio.sleep(0.01)
+    assert sampler.num_unrouted == 1
+    await sampler.abort(PERMIT)
+    fleet.update([ServerRecord("server", "HEALTHY", 3)])
+    with pytest.raises(RolloutError, match="aborted: .* has ended"):
+        await asked
+    assert asked_of == []
+
+
 async def test_a_task_that_outlives_its_group_samples_no_more(client, servers):
     """As of `asyncio.gather`, which leaves the other tasks where one fails."""
     first, other = servers
