@@ -423,7 +423,7 @@ class Transformer(nnx.Module):
         return given._replace(has_experts=jnp.asarray(has_experts))
 
     def _gathered(self, path, param):
-        dtype = "float32" if path[-1] == "router_kernel" else self.config.dtype
+        dtype = "float32" if path[-1] in IN_FLOAT32 else self.config.dtype
         in_copies = path[-1] == "kernel" and self.config.divided_by_rings(param[...])
         arguments = param[...], axes.of_layer(".".join(path)), dtype
         if not in_copies:

@@ -67,6 +67,22 @@ def test_one_row_that_the_mesh_cannot_divide_is_computed_all_the_same(sharded_pa
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+def test_scales_of_norms_stay_float32_where_devices_divide_parameters():
+    config = dataclasses.replace(CONFIG, num_layers=1, dtype="bfloat16")
+    mesh = sharding.make_mesh(1, 2, 1, jax.devices()[:2])
+    params = sharding.init_sharded(config, mesh, seed=3)
+    rows = jax.device_put(_rows(), sharding.batch_sharding(mesh))
+
+    @jax.jit
+    def hidden(params, tokens, positions, segment_ids):
+        return nnx.merge(transformer.graphdef(config), params)(tokens, positions, (segment_ids,))
+
+    before = hidden(params, *rows)
+    scale = params["blocks"]["attention_norm"]["scale"]
+    scale.set_value(scale[...] + 3 / 1024)  # bfloat16 has 1, and 1 + 1/128.
+    assert (hidden(params, *rows) != before).any()
+
+
 def test_parameters_do_not_depend_on_the_mesh(sharded_params):
     alone = sharding.init_sharded(CONFIG, sharding.make_mesh(1, 1, 1, jax.devices()[:1]), seed=3)
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(sharded_params), strict=True):
