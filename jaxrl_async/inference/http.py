@@ -242,16 +242,17 @@ class _Routes:
             yield sorted(refusals.items())
             while left:
                 batch = []
-                # After its end at a text, what it sampled meanwhile is not its own.
-                for rid, outcome in [one for one in await ended.get() if one[0] in left]:
+                for rid, outcome in await ended.get():
                     stops = requests[left[rid]].stops
+                    goes_on = isinstance(outcome, Completion) and outcome.finish_reason is None
                     if stops and isinstance(outcome, Completion):
                         outcome, whole = self._texts.cut(outcome, stops), outcome
-                        if outcome is not whole:
+                        if goes_on and outcome is not whole:
                             self._engine.abort(rid.__eq__)
-                    goes_on = isinstance(outcome, Completion) and outcome.finish_reason is None
+                            continue  # Its end has its routes, and is cut at the same text.
                     batch.append((left[rid] if goes_on else left.pop(rid), outcome))
-                yield batch
+                if batch:
+                    yield batch
         finally:
             if left:
                 self._engine.abort(left.__contains__)

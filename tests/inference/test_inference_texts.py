@@ -1,17 +1,21 @@
 """Requests in texts: SGLang's `text` and OpenAI's two routes give what the token requests give."""
 
+import base64
 import json
 
 import aiohttp
 import numpy as np
 import pytest
 import tokenizers
+from fixtures.models import tiny
 from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weights
 from fixtures.tokenizers_hf import write_hf
+from flax import nnx
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import fields, texts
 from jaxrl_async.inference.requests import Completion, InvalidRequestError
+from jaxrl_async.models import transformer
 from jaxrl_async.tasks.tokenizer import CharTokenizer, load_tokenizer
 
 TOKENIZER = CharTokenizer("0123456789+-=abcd")
@@ -180,6 +184,33 @@ async def test_a_text_ends_a_completion_at_the_token_that_completes_it(client):
         assert meta["weight_versions"] == [{"version": "3", "start": 0, "end": end + 2}]
         assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] == end + 2
     await client.until(num_running_requests=0)
+
+
+async def test_what_a_text_ends_has_the_routes_of_its_tokens():
+    config = tiny(
+        **{"vocab_size": TOKENIZER.vocab_size, "num_layers": 1, "family": "qwen3_moe"},
+        **{"num_experts": 4, "experts_per_token": 2, "expert_mlp_dim": 8},
+    )
+    shape = {"num_slots": 1, "max_total_tokens": 16, "decode_chunk": 2}
+    engine = engine_lib.Engine(config, **shape, max_queued_requests=1, name="experts")
+    engine.start()
+    try:
+        params = nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(0)))[1]
+        engine.update_weights(params, "0").result(DEADLINE_SECS)
+        async with serving(engine, tokenizer=TOKENIZER) as client:
+            params = {"max_new_tokens": 11, "sampling_seed": 7, "ignore_eos": True}
+            body = {"text": PROMPT, "sampling_params": params, "return_routed_experts": True}
+            whole = (await client("/generate", body))[1]
+            params["stop"] = whole["text"][3:5]
+            ended = (await client("/generate", body))[1]
+    finally:
+        engine.close(timeout_secs=DEADLINE_SECS)
+    assert ended["meta_info"]["finish_reason"]["matched"] == params["stop"]
+    num = len(PROMPT) + len(ended["output_ids"]) - 1
+    of_whole, own = (
+        base64.b64decode(answer["meta_info"]["routed_experts"]) for answer in (whole, ended)
+    )
+    assert own == of_whole[: num * 2 * 4]
 
 
 async def events_of(client, route, body):
