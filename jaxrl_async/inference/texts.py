@@ -25,6 +25,7 @@ _CHAT = "/v1/chat/completions"
 _SAMPLING = {"temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"}
 _COMMON_KEYS = {"max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"}
 _COMMON_KEYS |= _SAMPLING
+_STREAM_OPTIONS = {"include_usage", "include_obfuscation"}
 KEYS = {
     "/v1/completions": _COMMON_KEYS | {"prompt", "echo", "add_special_tokens"},
     _CHAT: _COMMON_KEYS | {"messages", "max_completion_tokens", "top_logprobs"},
@@ -162,6 +163,7 @@ class Texts:
         options = given.get("stream_options", {})
         if not isinstance(options, dict):
             raise InvalidRequestError(f"stream_options must be an object, got {options!r:.80}")
+        options = fields.asked("stream_options", options, _STREAM_OPTIONS)
         prompts = self._prompts(is_chat, given)
         num = fields.whole(given, "n", 1, MAX_CHOICES // len(prompts), 1)
         last = sampling.MAX_SEED - num

@@ -441,6 +441,7 @@ async def test_padding_is_not_sampled_and_eos_ends(client):
         ("/v1/completions", {}, "a prompt must be a text, got None"),
         ("/v1/completions", {"prompt": "1", "stream": True, "echo": True}, "takes no echo"),
         ("/v1/completions", {"prompt": "1", "stream_options": 1}, "stream_options must be an"),
+        ("/v1/completions", {"prompt": "1", "stream_options": {"usage": True}}, "keys: usage"),
         ("/v1/completions", {"prompt": "1", "stop": [1]}, "stop must be 16 texts at most"),
         ("/v1/completions", {"prompt": "1", "stop": ["1"] * 17}, "stop must be 16 texts at most"),
         ("/v1/completions", {"prompt": "1", "logprobs": 21}, "logprobs must be in [0, 20]"),
