@@ -2,8 +2,8 @@
 
     p = softmax(W x),  y = Σ_{e ∈ top-K of p} w_e · MLP_e(x),  w_e = p_e, or p_e / Σ p of the K
 
-No token is dropped: shapes are static, and rows of experts are as many as there are. Router, softmax and the sum over
-experts are float32. Independent of attention, files and losses; of a mesh it uses the names of the axes.
+No token is dropped: shapes are static, and rows of experts are as many as there are. Router, softmax and a device's sum
+over its experts are float32. Independent of attention, files and losses; of a mesh it uses the names of the axes.
 
 Source: Mixtral of Experts (Jiang et al., arXiv 2401.04088); Qwen3 Technical Report (arXiv 2505.09388).
 """
