@@ -33,7 +33,6 @@ from jaxrl_async.config.build import (
     flat,
     from_json,
     make_settings,
-    parse_arg,
     write_preset,
 )
 from jaxrl_async.config.fields import StartError
@@ -41,22 +40,6 @@ from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
 from jaxrl_async.names import nearest
 from jaxrl_async.sweeps.points import Point, Sweep
 
-__all__ = [
-    "REFUSALS",
-    "FailedError",
-    "UsageError",
-    "check_out",
-    "config_of_point",
-    "failing",
-    "load_config",
-    "load_sweep",
-    "main",
-    "parse_arg",
-    "parse_flags",
-    "refuse_bucket",
-    "refusing",
-    "settings_of",
-]
 log = logging.getLogger(__name__)
 
 

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from jaxrl_async.extras.programs import inside
 from jaxrl_async.extras.programs.inside import SandboxError
 
-__all__ = ["Limits", "Outcome", "Sandbox", "SandboxError", "check"]
-
 START_SECS = 20.0
 LATE_SECS = 5.0  # beyond the bound on a program, after which the sandbox itself is lost
 USER = 1000  # in the sandbox, without rights
