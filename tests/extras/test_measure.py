@@ -150,7 +150,7 @@ async def test_what_cannot_be_measured_is_one_line(fake, tmp_path, capsys, chang
         (["--server=host:1"], "--server must be http://host:port, got 'host:1'"),
         (["--server=http://h:1", "--num_requests=1"], "--num_requests must be 0 or ≥ 2, got 1"),
         (["--server=http://h:1", "--max_new_tokens=0"], "--max_new_tokens must be ≥ 1, got 0"),
-        (["--server=http://h:1", "--timeout_secs=x"], "--timeout_secs must be > 0 and finite"),
+        (["--server=http://h:1", "--timeout_secs=x"], "--timeout_secs must be a number, got 'x'"),
         (["--workdir=none"], "no config at none/config.json"),
     ],
 )

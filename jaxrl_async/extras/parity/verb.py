@@ -94,8 +94,6 @@ def _layers(flags) -> int:
 def _options(flags) -> dict:
     """The keyword arguments of `measure`, from checked flags."""
     check(flags, ("server", "checkpoint"), _LEAST)
-    if not flags.server.startswith(("http://", "https://")):
-        raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
     return {
         "dtype": flags.dtype,
         "tolerance": number("tolerance", flags.tolerance),
@@ -107,11 +105,13 @@ def _options(flags) -> dict:
 
 
 def check(flags, needed: Sequence[str], least: Mapping[str, int]) -> None:
-    """Refuses a flag that is needed and missing, another dtype, and a number below its least."""
+    """Refuses a flag that is needed and missing, another form or dtype, and a number below its least."""
     for name in needed:
         if not getattr(flags, name):
             raise UsageError(f"--{name} is needed")
-    if flags.dtype not in ("float32", "bfloat16"):
+    if flags.server and not flags.server.startswith(("http://", "https://")):
+        raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
+    if "dtype" in flags and flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
     for name, bound in least.items():
         if getattr(flags, name) < bound:

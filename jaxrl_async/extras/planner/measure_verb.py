@@ -15,6 +15,7 @@ from jaxrl_async.cli.config import (
     settings_of,
 )
 from jaxrl_async.config.checks import key_named
+from jaxrl_async.extras.parity.verb import check, number
 from jaxrl_async.extras.planner import measure
 from jaxrl_async.metrics import read_metrics
 
@@ -99,20 +100,10 @@ def _check(flags) -> float:
     check_out(flags.out)
     if not (flags.server or flags.workdir):
         raise UsageError("--server or --workdir is needed")
-    if flags.server and not flags.server.startswith(("http://", "https://")):
-        raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
     if flags.num_requests < 0 or flags.num_requests == 1:
         raise UsageError(f"--num_requests must be 0 or ≥ 2, got {flags.num_requests}")
-    for name in ("max_new_tokens", "prompt_tokens"):
-        if getattr(flags, name) < 1:
-            raise UsageError(f"--{name} must be ≥ 1, got {getattr(flags, name)}")
-    try:
-        timeout_secs = float(flags.timeout_secs)
-    except ValueError:
-        timeout_secs = 0.0
-    if not 0 < timeout_secs < float("inf"):
-        raise UsageError(f"--timeout_secs must be > 0 and finite, got {flags.timeout_secs}")
-    return timeout_secs
+    check(flags, (), {"max_new_tokens": 1, "prompt_tokens": 1})
+    return number("timeout_secs", flags.timeout_secs)
 
 
 def _of_workdir(workdir: pathlib.Path) -> dict[str, float]:
