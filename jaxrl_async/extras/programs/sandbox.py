@@ -126,7 +126,9 @@ class Sandbox:
         request = {name: getattr(limits, name) for name in bounds}
         request |= {"user": USER, "limits": self._resource_limits(limits)}
         request |= {"program": program, "stdin": stdin, "expressions": list(expressions)}
-        reply = self._exchange(request)
+        reply = self._reply("it ended", request)
+        if "error" in reply:
+            raise SandboxError(f"the sandbox for programs was lost: {reply['error']}")
         return Outcome(
             stdout=reply["stdout"],
             stderr=reply["stderr"],
@@ -151,12 +153,6 @@ class Sandbox:
             "RTPRIO": 0,
             "SIGPENDING": 256,
         }
-
-    def _exchange(self, request: dict) -> dict:
-        reply = self._reply("it ended", request)
-        if "error" in reply:
-            raise SandboxError(f"the sandbox for programs was lost: {reply['error']}")
-        return reply
 
     def _reply(self, ended: str, *requests: dict) -> dict:
         """The answer; of a sandbox that is lost, {"error": why}."""
