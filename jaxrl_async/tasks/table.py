@@ -21,7 +21,7 @@ from jaxrl_async.tasks.task import RIGHT, Example, check_split, check_text, cycl
 
 Row = tuple[str, Mapping[str, Any]]  # its place, "FILE, line 3", and column → value
 ROLES = ("system", "user", "assistant", "tool")
-_COLUMN = re.compile(r"\{([\w.]+)\}")
+_COLUMN = re.compile(r"\{([^{}]+)\}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,16 +117,28 @@ class Table:
         }
 
     def _read(self, split: str) -> list[tuple[Example, str]]:
-        found = []
+        found, has, lacks = [], {}, {}  # name in the template's braces → place of the first row
         for path in _paths(getattr(self, split)):
             for where, row in self.rows(path):
                 try:
                     found.append(self._example(row))
                 except ValueError as error:
                     raise ValueError(f"{where}: {error}") from None
+                for name in self._names:
+                    (has if _is_column(name, row) else lacks).setdefault(name, where)
         if not found:
             raise ValueError(f"{getattr(self, split)!r} has no rows")
+        if some := [name for name in lacks if name in has]:
+            name = some[0]
+            raise ValueError(
+                f"{lacks[name]}: no column {name!r}, which the template takes; {has[name]} has it"
+            )
         return found
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """What stands in braces in the template."""
+        return _COLUMN.findall(self.template)
 
     def _example(self, row: Mapping[str, Any]) -> tuple[Example, str]:
         text, messages = self._asked(row)
@@ -272,11 +284,15 @@ def _json(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def _is_column(name: str, row: Mapping[str, Any]) -> bool:
+    return name in row or name.partition(".")[0] in row
+
+
 def _filled(template: str, row: Mapping[str, Any]) -> str:
     """A template with its columns' values; other braces stand for themselves."""
 
     def shown(match: re.Match) -> str:
-        return _text(row, match[1]) if match[1].partition(".")[0] in row else match[0]
+        return _text(row, match[1]) if _is_column(match[1], row) else match[0]
 
     return _COLUMN.sub(shown, template)
 

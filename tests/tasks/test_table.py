@@ -47,6 +47,25 @@ def test_rows_become_examples_by_their_columns(train, tmp_path):
     assert task.files == [train, test]
 
 
+@pytest.mark.parametrize("column", ["my question", "question-text", "a.b", "問題 1"])
+def test_a_template_is_filled_whatever_the_column_is_called(tmp_path, column):
+    path = written(tmp_path / "a.jsonl", [{column: "1+1", "sum": 2}])
+    of = {"prompt": column, "answer": "sum", "template": f"{{'x': 1}} {{{column}}}="}
+    task = make_task("jsonl", train=path, test=path, **of)
+    assert texts(task, "test") == ["{'x': 1} 1+1="]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_column_of_the_template_that_some_rows_lack_is_named(tmp_path, order):
+    rows = [{"q": "1", "a": 1, "hint": "one"}, {"q": "2", "a": 2}][::order]
+    path = written(tmp_path / "a.jsonl", rows)
+    task = make_task("jsonl", train=path, test=path, **COLUMNS, template="{hint} {q} {x}")
+    lines = [f"{path}, line {rows.index(row) + 1}" for row in sorted(rows, key=len)]
+    with pytest.raises(ValueError, match="line .: no column 'hint', which the template") as error:
+        task.examples("test")
+    assert str(error.value).startswith(lines[0]) and f"{lines[1]} has it" in str(error.value)
+
+
 @pytest.mark.parametrize(
     "value, text", [(5.0, "5"), (0.25, "0.25"), (-3, "-3"), (10**30, "1" + "0" * 30)]
 )
