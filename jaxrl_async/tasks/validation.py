@@ -37,24 +37,31 @@ class WithValidation:
         """The questions of a split, "train", "validation" or "test", in the task's order.
 
         Raises:
-          ValueError: no such split, or fewer than `num` questions would remain in the one that gives.
+          ValueError: no such split, none of its questions is left, or the one that gives has less than twice `num`.
         """
         if split == "validation":
             return [e for e in self._task.examples(self._source) if self._key(e.text) in self._keys]
         examples = self._task.examples(split)
-        return [e for e in examples if self._key(e.text) not in self._keys]
+        left = [e for e in examples if self._key(e.text) not in self._keys]
+        if examples and not left:
+            raise ValueError(
+                f"evaluate.num_validation = {self._num} leaves none of the {len(examples)} questions of the {split} "
+                "split: equal ones stay together"
+            )
+        return left
 
     def demonstrations(self, num: int | None = None) -> Sequence[tuple[str, Turns]]:
         """Those of the task whose prompts are not in the validation split, in its order."""
         if self._source == "test":
             return self._task.demonstrations(num)
-        num = len(self.examples("train")) if num is None else num
-        asked = num
+        train = len(self.examples("train"))
+        asked = num = train if num is None else num
         # The task cycles over its train split, so a larger number has more of each prompt.
         while True:
             given = self._task.demonstrations(asked)
             found = [pair for pair in given if self._key(pair[0]) not in self._keys]
-            if len(found) >= num or len(given) < asked:
+            none_left = not found and asked >= len(self._task.examples("train"))
+            if len(found) >= num or len(given) < asked or none_left:
                 return found[:num]
             asked *= 2
 

@@ -69,6 +69,28 @@ def test_more_than_half_of_a_split_is_refused_with_both_numbers():
         WithValidation(Made(), num=12, seed=0).examples("validation")
 
 
+class Alike(Made):
+    """Train questions of one text but for one, which has no demonstration."""
+
+    train = (*["e0"] * 20, "t1")
+
+    def demonstrations(self, num=None):
+        return [("e0", "")] * (20 if num is None else num)
+
+
+def test_a_split_of_which_no_question_is_left_is_refused_as_equal_ones_stay_together():
+    task = Made()
+    task.train = ("e0",) * 20
+    with pytest.raises(ValueError, match="num_validation = 4 leaves none of the 20 .*train split"):
+        WithValidation(task, num=4, seed=0).examples("train")
+
+
+def test_a_task_without_demonstrations_outside_the_validation_split_has_none():
+    tasks_ = (WithValidation(Alike(), num=1, seed=seed) for seed in range(9))
+    task = next(task for task in tasks_ if texts(task, "train") == ["t1"])
+    assert task.demonstrations(50) == []
+
+
 def settings_with(**values):
     settings = settings_of(load_config(f"{QUICKSTART}:smoke"))
     return dataclasses.replace(settings, evaluate=dataclasses.replace(settings.evaluate, **values))
