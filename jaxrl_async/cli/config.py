@@ -10,6 +10,7 @@ import ast
 import contextlib
 import functools
 import logging
+import os
 import pathlib
 import re
 import runpy
@@ -216,7 +217,7 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
       SettingsError: a config.json without a key of its time.
     """
     refuse_bucket("--config", spec)
-    file, _, arg = spec.partition(":")
+    file, arg = parted(spec)
     path = _found("config", file)
     if path.suffix == ".json":
         with refusing(sealed.DamagedError):
@@ -246,12 +247,20 @@ def load_sweep(spec: str) -> Sweep:
     Raises:
       UsageError: no such file, no get_sweep, an unknown argument, or two points of one name.
     """
-    file, _, arg = spec.partition(":")
+    file, arg = parted(spec)
     path = _found("sweep", file).absolute()
     with refusing(TypeError, ValueError, what=f"{path}: "):
         sweep = _call(path, "get_sweep", arg)
-    config, colon, arg = sweep.config.partition(":")
-    return Sweep(f"{(path.parent / config).resolve()}{colon if arg else ''}{arg}", sweep.points)
+    config, arg = parted(str(path.parent / sweep.config))
+    return Sweep(f"{pathlib.Path(config).resolve()}{':' if arg else ''}{arg}", sweep.points)
+
+
+def parted(spec: str) -> tuple[str, str]:
+    """FILE and ARG of FILE[:ARG]: the shortest FILE that is there, as a directory's name may hold colons."""
+    ends = [place for place, sign in enumerate(spec) if sign == ":"] + [len(spec)]
+    default = len(spec) if pathlib.Path(spec).name == "config.json" else ends[0]
+    end = next((end for end in ends if os.path.isfile(spec[:end])), default)
+    return spec[:end], spec[end + 1 :]
 
 
 def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:

@@ -16,6 +16,7 @@ from jaxrl_async.cli.config import (
     config_of_point,
     load_sweep,
     parse_flags,
+    parted,
     refusing,
 )
 from jaxrl_async.names import nearest
@@ -80,7 +81,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     if flags.jobs < 0:
         raise UsageError(f"--jobs must be ≥ 1, got {flags.jobs}")
     sweep = load_sweep(flags.sweep)
-    stem = pathlib.Path(flags.sweep.partition(":")[0]).stem
+    stem = pathlib.Path(parted(flags.sweep)[0]).stem
     directory = pathlib.Path(flags.dir or f"runs/{stem}").absolute()
     configs = [config_of_point(sweep, point) for point in sweep.points]
     _check_places({point.name: c for point, c in zip(sweep.points, configs, strict=True)})

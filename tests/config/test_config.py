@@ -745,6 +745,26 @@ def test_an_out_that_cannot_be_written_is_refused_before_anything_is_computed(
     assert "--out" in said and f"{tmp_path}/file/found" in said
 
 
+def test_a_directory_may_have_colons_in_its_name(tmp_path, capsys):
+    place = tmp_path / "12:30"
+    place.mkdir()
+    config = config_lib.load_config(f"{QUICKSTART}:smoke")
+    (place / "config.json").write_text(config.to_json())
+    (place / "own.py").write_text(QUICKSTART.read_text())
+    for spec in (place / "config.json", f"{place}/own.py:smoke"):
+        assert config_lib.load_config(str(spec)).to_json() == config.to_json()
+    (place / "sweep.py").write_text(
+        "from jaxrl_async.sweeps.points import Point, Sweep\n"
+        "def get_sweep(arg):\n"
+        "    return Sweep('own.py:' + arg, (Point('a', {}),))\n"
+    )
+    sweep = config_lib.load_sweep(f"{place}/sweep.py:smoke")
+    found = config_lib.config_of_point(sweep, sweep.points[0])
+    assert found.learner.num_steps == config.learner.num_steps
+    assert main.main(["serve", f"--workdir={place}/gone"]) == 2
+    assert f"no config at {place}/gone/config.json; `train" in capsys.readouterr().err
+
+
 def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
     config = config_lib.load_config(str(QUICKSTART))
     config.task.name = "no_such_module:Task"
