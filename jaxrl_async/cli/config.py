@@ -124,7 +124,8 @@ def parse_flags(
         define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer}.get(
             type(default), flags.DEFINE_string
         )
-        define(name, default, text, flag_values=values)
+        bounds = {"lower_bound": 0, "upper_bound": 65_535} if name == "port" else {}
+        define(name, default, text, flag_values=values, **bounds)
     argv = [_underscored(word) for word in argv]
     if {"--help", "-h"} & set(argv):
         print(f"{usage}\n")

@@ -719,6 +719,13 @@ def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
         (["evaluate", "--workdir=nowhere", "--steps=²"], 2, "must be numbers"),
         (["report", "--workdir=nowhere"], 2, "no metrics.jsonl"),
         (["serve"], 2, "--workdir=DIR"),
+        (
+            ["serve", "--workdir=nowhere", "--port=65536"],
+            2,
+            "--port=65536: 65536 is not an integer",
+        ),
+        (["rewards", f"--config={QUICKSTART}", "--port=-1"], 2, "in the range [0, 65535]"),
+        (["relay", "--server=http://a:1", "--port=70000"], 2, "in the range [0, 65535]"),
     ],
 )
 def test_exit_codes(argv, code, text, capsys):
