@@ -168,11 +168,13 @@ def refuse_bucket(name: str, value: Any) -> None:
         )
 
 
-def check_out(out: str) -> None:
-    """Raises UsageError where the file of --out lacks a directory, or is one; called before a verb computes it."""
+def check_out(out: str | pathlib.Path, name: str = "--out") -> None:
+    """Raises UsageError where a file lacks a directory, is one, or may not be written; called before it is computed."""
     path = pathlib.Path(out)
     if out and (path.is_dir() or not path.parent.is_dir()):
-        raise UsageError(f"--out must be a file in a directory that exists, got {out}")
+        raise UsageError(f"{name} must be a file in a directory that exists, got {out}")
+    if out and not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{name} must be a file that may be written, got {out}")
 
 
 def _underscored(word: str) -> str:

@@ -7,6 +7,7 @@ import sys
 from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import (
     UsageError,
+    check_out,
     failing,
     load_config,
     parse_flags,
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
         print(f"the best version, {best}, has no checkpoint, and is left out", file=sys.stderr)
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
     config = load_config(str(workdir / "config.json"))
+    check_out(workdir / "evaluation.json", "evaluation.json")
     config.task.changed |= flags[TAKES].value
     settings = keys.found(settings_of(config), workdir)
     with refusing(OSError, TypeError, ValueError, what=f"task {settings.task.name!r}: "):

@@ -10,6 +10,6 @@ def main(argv: list[str]) -> int:
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
-    with refusing(ValueError, FileNotFoundError):
+    with refusing(ValueError, OSError):
         print(report.write_report(flags.workdir))
     return 0

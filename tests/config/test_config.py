@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -750,6 +751,22 @@ def test_an_out_that_cannot_be_written_is_refused_before_anything_is_computed(
     assert main.main([*argv, f"--out={tmp_path}/file/found"]) == 2
     said = capsys.readouterr().err
     assert "--out" in said and f"{tmp_path}/file/found" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [("simulate --out={}/found", "--out"), ("evaluate --workdir={}", "evaluation.json")],
+)
+def test_a_file_that_may_not_be_written_is_refused_before_it_is_computed(
+    words, named, tmp_path, monkeypatch, capsys
+):
+    config = config_lib.load_config(f"{QUICKSTART}:smoke")
+    (tmp_path / "config.json").write_text(config.to_json())
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: not os.path.samefile(path, tmp_path))
+    assert main.main(words.format(tmp_path).split()) == 2
+    said = capsys.readouterr().err
+    assert f"{named} must be a file that may be written, got {tmp_path}/" in said
 
 
 def test_a_directory_may_have_colons_in_its_name(tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 from fixtures import browser
 
 from jaxrl_async import report
+from jaxrl_async.cli import main
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.queue.leases import FixedChunk
@@ -109,6 +110,13 @@ async def write_journal(workdir, *steps, keep="all"):
         await journal.committed(ResumePoint(step, index + len(groups), (), {}, {}), indexes)
         index += len(groups)
     return journal
+
+
+def test_a_page_that_cannot_be_written_is_a_line_and_exit_code_2(tmp_path, capsys):
+    write_run(tmp_path, [row()])
+    (tmp_path / "report.html").mkdir()
+    assert main.main(["report", f"--workdir={tmp_path}"]) == 2
+    assert f"Is a directory: '{tmp_path}/report.html'" in capsys.readouterr().err
 
 
 def test_a_page_is_self_contained_and_escapes_what_it_shows(tmp_path):
