@@ -177,6 +177,16 @@ def check_out(out: str | pathlib.Path, name: str = "--out") -> None:
         raise UsageError(f"{name} must be a file that may be written, got {out}")
 
 
+def overrides(argv: list[str]) -> list[str]:
+    """The words that change a setting: --config.a.b=value, which may be two words, --config.a.b and --noconfig.a.b."""
+    pairs = zip(argv, [*argv[1:], "--"], strict=True)
+    found = [(word, after) for word, after in pairs if re.match(r"--?(no)?config\.", word)]
+    return [
+        word if "=" in word or after.startswith("--") else f"{word}={after}"
+        for word, after in found
+    ]
+
+
 def _underscored(word: str) -> str:
     """A flag with underscores for the dashes in its name, which absl needs."""
     name, equals, value = word.removeprefix("--").partition("=")

@@ -4,7 +4,15 @@ import os
 import pathlib
 import sys
 
-from jaxrl_async.cli.config import UsageError, failing, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import (
+    UsageError,
+    failing,
+    load_config,
+    overrides,
+    parse_flags,
+    refusing,
+    settings_of,
+)
 from jaxrl_async.runtime.workdir import counts_updates
 
 USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers.
@@ -16,8 +24,8 @@ def main(argv: list[str]) -> int:
     workdirs = [word.partition("=")[2] for word in argv if word.startswith("--workdir=")]
     if not workdirs and not {"--help", "-h"} & set(argv):
         raise UsageError("--workdir=DIR is needed")
-    free = "--config.task.changed"
-    changed = [w for w in argv if w.startswith("--config.") and not w.startswith(free)]
+    free = ("config.task.changed", "noconfig.task.changed")
+    changed = [word for word in overrides(argv) if not word.lstrip("-").startswith(free)]
     config = [f"--config={workdirs[-1]}/config.json"] if workdirs else []
     flags = parse_flags(
         USAGE,
@@ -41,14 +49,16 @@ def main(argv: list[str]) -> int:
             changed = []
     if settings.learner.num_processes > 1:
         raise UsageError("replay runs one process: --config.learner.num_processes=1")
-    turns = ("--config.learner.blocks", "--config.learner.num_minibatches")
+    turns = ("config.learner.blocks", "config.learner.num_minibatches")
     is_counted = counts_updates(flags.config.learner)
-    if flags.first and is_counted and any(w.startswith(turns) for w in changed):
+    if flags.first and is_counted and any(w.lstrip("-").startswith(turns) for w in changed):
         raise UsageError(
             f"another learner.blocks or learner.num_minibatches starts from checkpoint 0, got --first={flags.first}: "
             "whose turn it is, Adam's count, and a learner.schedule follow from all updates made"
         )
-    if out.exists() and any(out.iterdir()):
+    with refusing(OSError, what="--out: "):
+        is_full = out.exists() and any(out.iterdir())
+    if is_full:
         raise UsageError(f"{out} is not empty: name another --out")
     learner = settings.learner
     if (devices := learner.num_devices) > 1:  # Of a CPU, as in the run.

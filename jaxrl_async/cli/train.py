@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from jaxrl_async import security
-from jaxrl_async.cli.config import UsageError, parse_flags, refusing, settings_of
+from jaxrl_async.cli.config import UsageError, overrides, parse_flags, refusing, settings_of
 from jaxrl_async.config.checks import in_the_clear
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings, SettingsError
@@ -155,7 +155,7 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     config = given[0] if given else f"--config={workdir}/config.json"
     words = ["python", "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
     words += [config] if "=" in config else [f"--config={argv[argv.index(config) + 1]}"]
-    words += [word for word in argv if word.startswith("--config.")]
+    words += overrides(argv)
     words += [f"--role={values.role}", f"--index={values.index}"]
     words += [f"--config.queue.address={values.config.queue.address}"]
     words += [f"--config.server.addresses={values.config.server.addresses!r}"]

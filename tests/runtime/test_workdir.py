@@ -58,6 +58,14 @@ def test_a_dry_run_of_it_prints_settings_and_then_a_command_that_works(workdir, 
     assert command.endswith("--resume")
 
 
+def test_a_dry_run_prints_each_change_in_whatever_form_it_was_given(workdir, capsys):
+    words = ("--config.learner.num_steps", "7", "--noconfig.learner.deterministic")
+    assert resume(workdir, *words, "--config.model.remat", "--dry-run") == 0
+    command = capsys.readouterr().out.strip().rpartition("\n")[2]
+    changes = "--config.learner.num_steps=7 --noconfig.learner.deterministic --config.model.remat"
+    assert f" {changes} --role=" in command
+
+
 def test_what_is_changed_is_said_and_the_old_config_is_kept(workdir, started, capsys):
     old = (workdir / "config.json").read_text()
     changed = ("--config.learner.num_steps=9", "--config.journal.path=x")

@@ -4,8 +4,51 @@ import pathlib
 import types
 
 import pytest
+from fixtures.runs import QUICKSTART
 
+from jaxrl_async.cli import main
+from jaxrl_async.cli.config import load_config
+from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.tools.replay import ReplayError, _say_changes, steps_of
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The keywords of the replay that the verb would have made."""
+    asked = {}
+    monkeypatch.setattr(
+        "jaxrl_async.tools.replay.replay", lambda *args, **how: asked.update(how) or []
+    )
+    return asked
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    workdirs.write_config(tmp_path / "run", load_config(f"{QUICKSTART}:smoke"))
+    return tmp_path / "run"
+
+
+def test_a_replay_into_a_file_is_refused(workdir, asked, capsys):
+    assert main.main(["replay", f"--workdir={workdir}", f"--out={workdir}/config.json"]) == 2
+    assert f"--out: [Errno 20] Not a directory: '{workdir}/config.json'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("--noconfig.learner.fail_on_recompile", True),
+        ("-config.learner.learning_rate=0.5", True),
+        ("--config.learner.learning_rate 0.5", True),
+        ("--noconfig.model.remat", False),
+        ("--noconfig.task.changed", False),
+    ],
+)
+def test_a_setting_that_is_changed_in_any_form_of_the_flag_is_compared_with_nothing(
+    words, changed, workdir, asked, tmp_path
+):
+    (out := tmp_path / "out").mkdir()
+    assert main.main(["replay", f"--workdir={workdir}", f"--out={out}", *words.split()]) == 0
+    assert asked["changed"] == changed
 
 
 def reader(steps, **audit):
