@@ -184,6 +184,15 @@ def written(workdir: pathlib.Path) -> Iterator[None]:
         raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
 
 
+def is_held(workdir: pathlib.Path) -> bool:
+    """Whether a run of another process has the directory."""
+    try:
+        _refuse_if_held(workdir)
+    except StartError:
+        return True
+    return False
+
+
 def _refuse_if_held(workdir: pathlib.Path) -> None:
     """Raises StartError where a run of another process has the directory; writes nothing."""
     with contextlib.suppress(OSError):

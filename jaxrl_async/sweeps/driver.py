@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from jaxrl_async import sealed
 from jaxrl_async.runtime.supervisor import how_it_ended, kill
-from jaxrl_async.runtime.workdir import checkpoint_steps
+from jaxrl_async.runtime.workdir import checkpoint_steps, is_held
 
 POLL_SECS = 0.1
 LOCK_SECS = 1.0  # `Job.state` holds a lock for a moment, a driver for minutes.
@@ -110,7 +110,8 @@ def run(jobs: Sequence[Job], *, at_once: int, say: Callable[[str], None] = print
         while waiting or attempts:
             while waiting and len(attempts) < at_once:
                 job = waiting.pop(0)
-                if (lock := _take(job.lock)) is None:
+                # A printed command runs without a driver.
+                if is_held(job.workdir) or (lock := _take(job.lock)) is None:
                     ended(job, ELSEWHERE)
                 else:
                     attempts.append(_Attempt(job, lock, say))

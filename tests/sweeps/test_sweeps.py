@@ -30,6 +30,7 @@ from jaxrl_async.config.loss import ANCHORS
 from jaxrl_async.config.settings import MODES, SettingsError
 from jaxrl_async.models import hf
 from jaxrl_async.roles import start
+from jaxrl_async.runtime import workdir as workdir_lib
 from jaxrl_async.sweeps import driver, page
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 
@@ -447,6 +448,15 @@ def test_a_point_that_another_driver_holds_is_left_alone(jobs, tmp_path, monkeyp
         fcntl.flock(file, fcntl.LOCK_EX)
         assert run(two) == {"a": "runs elsewhere", "b": "finished"}
     assert calls(tmp_path / "DIR") == ["b train", "b evaluate"]
+
+
+def test_a_point_whose_command_runs_by_itself_is_left_alone(jobs, tmp_path):
+    (job,) = jobs("a")
+    with workdir_lib.lock(job.workdir):  # Before its first checkpoint, as in a warm start.
+        (job.workdir / "config.json").write_text("{}")
+        assert run([job]) == {"a": "runs elsewhere"}
+        assert (job.workdir / "config.json").exists() and calls(tmp_path / "DIR") == []
+    assert run([job]) == {"a": "finished"}
 
 
 def test_two_drivers_at_once_run_each_point_once(jobs, tmp_path):
