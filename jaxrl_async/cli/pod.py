@@ -93,6 +93,8 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
     include = [pathlib.Path(name) for name in values.include.split(",") if name]
     if missing := [str(path) for path in include if not path.exists()]:
         raise UsageError(f"--include: no {', '.join(missing)}")
+    if len({path.name for path in include}) < len(include):
+        raise UsageError(f"--include: two of one name would be one on the hosts: {values.include}")
     num = plans.num_learners(hosts, values.servers, values.server_chips, values.queue_hosts)
     config.learner.num_processes = num
     if config.learner.slices == 1:
