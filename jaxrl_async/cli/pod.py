@@ -170,7 +170,7 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
 
 
 def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str]) -> int:
-    given = [word for word in argv if word.startswith("--config")]
+    given = [word for word in argv if re.match("--?(no)?config", word)]
     config = [word for word in given if word.startswith("--config=")]
     if (
         values.manifest not in ("jobset", "slurm")
@@ -185,8 +185,16 @@ def _print_manifest(values, plan: plans.Plan, settings: Settings, argv: list[str
         flags.append(f"--config.learner.{name}={getattr(settings.learner, name)}")
     if values.manifest == "slurm":
         script = pathlib.Path(survey.ROOT).parent / "launch" / "slurm.sbatch"
+        if not script.is_file():
+            raise UsageError(
+                f"--manifest=slurm calls {script}, which a checkout has and a wheel not"
+            )
         words = shlex.join([config[0].partition("=")[2], values.workdir, *flags])
-        print(manifests.slurm(plan, settings, f'{script} "$@" {words}', more=values.sbatch))
+        print(
+            manifests.slurm(
+                plan, settings, f'{shlex.quote(str(script))} "$@" {words}', more=values.sbatch
+            )
+        )
         return 0
     where = {"workdir": values.workdir, "registry": values.registry}
     where["name"] = re.sub(r"[^a-z0-9-]", "-", pathlib.Path(values.workdir).name.lower())

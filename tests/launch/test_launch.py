@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
 from jaxrl_async.config.settings import Checkpoint, SettingsError
+from jaxrl_async.pods import survey
 from jaxrl_async.runtime import cluster
 from jaxrl_async.runtime.preemption import CLEANUP_SECS
 
@@ -468,6 +469,7 @@ def test_the_plan_of_a_job_is_the_lines_of_its_script(tmp_path):
     [
         (["--manifest=jobsets"], "--manifest is jobset or slurm"),
         (["--manifest=slurm", "--config.seed", "3"], "flags are words --config=FILE"),
+        (["--manifest=slurm", "--noconfig.model.remat"], "flags are words --config=FILE"),
         (["--manifest=jobset", "--workdir=runs/a"], "on its claim, /runs/NAME, got runs/a"),
         (["--manifest=jobset", "--chips=v7:8"], "GKE's label of v7 is not known"),
         (["--manifest=slurm", "--hosts=a", "--servers=0", "--server_chips=4"], "servers have nodes of their own here"),
@@ -483,6 +485,19 @@ def test_a_plan_that_no_scheduler_takes_is_refused_by_name(words, error, capsys)
     given = ["--hosts=h[0-1]", "--chips=h100:8", "--servers=1", "--workdir=/runs/a", *config, *mesh]
     assert main.main(["pod", *given, *words]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_job_of_a_package_without_the_script_is_refused(tmp_path, monkeypatch, capsys):
+    words = ["pod", "--manifest=slurm", "--hosts=h[0-1]", "--servers=1", f"--workdir={tmp_path}/a"]
+    words.append(f"--config={ROOT}/configs/quickstart.py")
+    place = tmp_path / "site packages" / "jaxrl_async"
+    monkeypatch.setattr(survey, "ROOT", str(place))
+    assert main.main(words) == 2
+    script = place.parent / "launch" / "slurm.sbatch"
+    assert f"calls {script}, which a checkout has" in capsys.readouterr().err
+    script.parent.mkdir(parents=True)
+    script.touch()
+    assert f"exec '{script}' \"$@\" " in manifest(*words)
 
 
 REWARDS = ("set -euo", "#SBATCH hetjob\n#SBATCH --nodes=2 --ntasks-per-node=1\nset -euo")
