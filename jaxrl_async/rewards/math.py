@@ -14,7 +14,7 @@ _DIGITS = (
 # A number, a fraction, or a mixed number; a sign only where it cannot be an operator.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-\u2212]|(?<==)\s{0,9}[-\u2212]\s?)?[$£€¥₹]?(?P<inner_sign>(?<=[$£€¥₹])[-\u2212])?"
-    rf"(?:(?P<whole>[0-9]{{1,9}})[^\S\n](?=[0-9]+\s?/))?(?P<digits>{_DIGITS})(?:\s?/\s?(?P<divisor>{_DIGITS})|(?P<ratio>(?::[0-9]+)+))?"
+    rf"(?:(?P<whole>[0-9]{{1,9}})[^\S\n](?=[0-9]+\s?/))?(?P<digits>{_DIGITS})(?:\s?/\s?(?P<under>[-\u2212])?(?P<divisor>{_DIGITS})|(?P<ratio>(?::[0-9]+)+))?"
 )
 _PART = r"\{\s?([-\u2212]?[0-9][0-9.,]*)\s?\}"  # of a fraction of LaTeX
 _FRACTION = re.compile(r"([0-9]?)([¼-¾⅐-⅞])")  # one character, behind a number or not
@@ -28,6 +28,7 @@ _SPELLINGS = tuple(
         (r"\\(?=[dtc]?frac)(?<=[0-9]\\)", r" \\"),
         (rf"\\[dtc]?frac\s?(?:{_PART}|([0-9]))\s?(?:{_PART}|([0-9]))", r"\1\2/\3\4"),
         (r"(?<=[0-9])\s?(?:×|\\times|\\cdot|\*)\s?10\^\{?(-?[0-9]{1,3})\}?(?![0-9])", r"e\1"),
+        (r"(?<![0-9.,])10\^\{?(-?[0-9]{1,3})\}?(?![0-9])", r"1e\1"),
         # Powers and indexes: m^2, m2, x_1.
         (r"[\^_](?:\{[^{}]*\}|-?[0-9]+)|(?<=[A-Za-z])(?<![0-9][eE])[23](?![0-9]|\.[0-9])", " "),
     )
@@ -100,7 +101,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if not divisor or match["ratio"]:
         return None
     number = int(match["whole"] or 0) + _exact(match["digits"]) / divisor
-    return -number if match["sign"] or match["inner_sign"] else number
+    return -number if bool(match["sign"] or match["inner_sign"]) != bool(match["under"]) else number
 
 
 def _exact(digits: str) -> Fraction:
