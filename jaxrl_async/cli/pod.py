@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-from jaxrl_async.cli.config import REFUSALS, UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import REFUSALS, UsageError, parse_flags, refusing, settings_of
 from jaxrl_async.cli.train import run_all
 from jaxrl_async.config.checks import is_local
 from jaxrl_async.config.settings import Settings
@@ -114,6 +114,8 @@ def _pod(values, argv: list[str], hosts: list[plans.Host] | None = None) -> int:
     directory = values.directory or f"jaxrl/{workdir.name}"
     template = remote.TEMPLATES.get(values.ssh, values.ssh)
     shell = remote.Shell(template, directory, values.python)
+    with refusing(KeyError, IndexError, ValueError, what=f"--ssh={template}: "):
+        shell.words(hosts[0], "true")
     flags = _flags(settings, plan)
     there = [*flags, *keys.named(settings, "run/keys")]
     words = ("jaxrl_async.cli.pod", "--config=asked.json", *there)

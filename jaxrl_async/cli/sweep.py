@@ -151,7 +151,8 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
                 at_once=flags.jobs,
             )
         path = directory / "sweep.sbatch"
-        then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
+        with refusing(ValueError, what="--sbatch: "):
+            then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
     if flags.dry_run:
         print(text, end="")
         if then:

@@ -322,6 +322,8 @@ def test_hosts_that_cannot_take_part_are_all_named_before_a_role_starts(hosts, t
             "come from --hosts: --config.queue.address=a:1",
         ),
         (["--servers=1", "--include=/none"], "--include: no /none"),
+        (["--servers=1", "--ssh=ssh {hots}"], "--ssh=ssh {hots}: 'hots'"),
+        (["--servers=1", "--ssh=ssh '"], "--ssh=ssh ': No closing quotation"),
         (["--servers=1", "--include=/usr/bin,/bin"], "two of one name would be one on the hosts"),
         (["--servers=1", "--chips=v5e:4"], "mesh has 1 devices, and 1 hosts with 4 chips"),
     ],

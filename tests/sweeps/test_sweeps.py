@@ -314,6 +314,7 @@ def test_seeds_multiply_points_and_leave_their_label():
         ([f"--sweep={SEEDS}", "--point=5"], r"--point must be in \[0, 5\), got 5"),
         ([f"--sweep={SEEDS}", "--submit=slrm"], "--submit=slrm, did you mean 'slurm'"),
         ([f"--sweep={SEEDS}", "--submit=jobset", "--claim=c"], "needs --image"),
+        ([f"--sweep={SEEDS}", "--submit=slurm", "--sbatch='"], "--sbatch: No closing quotation"),
     ],
 )  # fmt: skip
 def test_bad_usage_is_named(argv, message, tmp_path, capsys, monkeypatch):
