@@ -83,7 +83,13 @@ class Table:
         return [example for example, _ in self._splits[split]]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """Train prompts with the column `completion`. Raises ValueError: a prompt of several messages."""
+        """Train prompts with the column `completion`, or `answer`; none where both are "".
+
+        Raises:
+          ValueError: a prompt of several messages.
+        """
+        if not (self.completion or self.answer):
+            return []
         chosen = cycled(self._splits["train"], num)
         if several := next((e for e, _ in chosen if e.messages), None):
             raise ValueError(

@@ -47,6 +47,12 @@ def test_rows_become_examples_by_their_columns(train, tmp_path):
     assert task.files == [train, test]
 
 
+def test_without_answers_there_is_nothing_to_imitate(train):
+    of = {"train": train, "num_test": 10, "prompt": "q", "answer": ""}
+    assert make_task("jsonl", **of).demonstrations(3) == []
+    assert len(make_task("jsonl", **of, completion="a").demonstrations(3)) == 3
+
+
 @pytest.mark.parametrize("column", ["my question", "question-text", "a.b", "問題 1"])
 def test_a_template_is_filled_whatever_the_column_is_called(tmp_path, column):
     path = written(tmp_path / "a.jsonl", [{column: "1+1", "sum": 2}])
