@@ -97,7 +97,12 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     settings_of = {"environment": "environment.name", "agent": "rollout.agent"}
     function = settings.rollout.function
     with errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
-        parts.rollout_of(settings)
+        rollout = parts.rollout_of(settings)
+    if settings.task.rewards and getattr(rollout, "judges", False) and not resume:
+        raise StartError(
+            f"task.rewards must be {{}} with environment.name = {settings.environment.name!r}, whose turns have the "
+            f"rewards; got {settings.task.rewards}"
+        )
     with errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
     if not resume:

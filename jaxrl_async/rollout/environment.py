@@ -49,7 +49,7 @@ class EnvironmentRollout:
         self._class = environment_class(self.name, self.args)
         one = self._class(**self.args)
         self._takes_tokens = getattr(one, "takes", "text") == "tokens"
-        self._judges = getattr(one, "judges", True)
+        self.judges = getattr(one, "judges", True)
         self._host = None
         if getattr(one, "own_process", False):
             self._host = Host(
@@ -78,7 +78,7 @@ class EnvironmentRollout:
             return await self._play(episode, prompt, context)
 
     async def _play(self, episode: Any, prompt: Prompt, context: Context) -> Trajectory:
-        row, total = TrajectoryBuilder(prompt), _Total(self._judges)
+        row, total = TrajectoryBuilder(prompt), _Total(self.judges)
         observation = await self._bounded(_checked(episode.reset(prompt, context.rng)))
         bound = {"max_new_tokens": self.max_turn_tokens} if self.max_turn_tokens else {}
         stop = None  # the stop token of the last turn
@@ -99,7 +99,7 @@ class EnvironmentRollout:
                 else context.decode(completion.tokens)
             )
             observation = await self._bounded(_checked(episode.step(action)))
-            if observation.reward is not None and not self._judges:
+            if observation.reward is not None and not self.judges:
                 raise self._failure("gave a reward, and its `judges` is False", _REWARDED)
             total.add(observation)
             if observation.done:

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from jaxrl_async import parts
-from jaxrl_async.cli.config import settings_of
+from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.build import base_config
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.preflight import machine
 from jaxrl_async.rewards import check_reward, names_seen, register_reward, reward_function, weighted
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
 from jaxrl_async.rollout.runner import Runner
@@ -146,6 +147,16 @@ def test_a_library_that_judges_by_itself_takes_no_rewards():
     config.rollout.update(function="agent", agent="jaxrl_async.extras.openenv:agent")
     with pytest.raises(SettingsError, match="task.rewards must be {} with task.name = 'openenv:"):
         settings_of(config)
+
+
+def test_an_environment_whose_turns_have_rewards_takes_no_others(tmp_path):
+    config = load_config("tools:smoke")
+    config.task.rewards = {"exact": 1.0, "ends": 0.1}
+    settings = settings_of(config)
+    refused = "task.rewards must be {} with environment.name = 'calculator'"
+    with pytest.raises(machine.StartError, match=refused):
+        machine.prepare(settings, tmp_path)
+    machine.prepare(settings, tmp_path, resume=True)  # of a run that began before
 
 
 def test_a_registered_reward_is_written_as_the_path_that_other_processes_find(module, tmp_path):
