@@ -263,10 +263,17 @@ def evaluation_tasks(settings: Settings) -> dict[str, Task]:
     return found
 
 
+def settings_of_sets(settings: Settings) -> Settings:
+    """The settings by which evaluate.sets are scored: each has the reward of its own task."""
+    return dataclasses.replace(settings, task=dataclasses.replace(settings.task, rewards={}))
+
+
 def evaluation_sets(
     settings: Settings, tokenizer: Tokenizer, task: Task, split: str, tasks: Mapping[str, Task]
 ) -> list[EvaluationSet]:
     """The prompts that a version is scored on: of a split of the run's task, and of `evaluation_tasks`.
+
+    Services judge by the run's reward alone: a set of another has a pool of this machine.
 
     Raises:
       ValueError: no prompt fits.
@@ -275,10 +282,12 @@ def evaluation_sets(
     from jaxrl_async.tasks.prompts import held_out_prompts
 
     bound, found = settings.rollout.max_prompt_tokens, []
-    own = dataclasses.replace(settings, task=dataclasses.replace(settings.task, rewards={}))
-    asked = [("", task, split, settings)]
-    asked += [(name, source, "test", own) for name, source in tasks.items()]
+    asked, of_sets = [("", task, split, settings)], settings_of_sets(settings)
+    asked += [(name, source, "test", of_sets) for name, source in tasks.items()]
+    served = reward_name_of(settings, task.reward)
     for name, source, part, of_set in asked:
+        is_served = reward_name_of(of_set, source.reward) == served
+        make = rewards_of if is_served else reward_pool_of
         prompts = held_out_prompts(source, tokenizer, max_prompt_tokens=bound, split=part)
         found.append(
             EvaluationSet(
@@ -287,7 +296,7 @@ def evaluation_sets(
                 num_questions=len(source.examples(part)),
                 runner=runner_of(of_set, tokenizer, source),
                 # A client of services judges as a pool does.
-                pool=cast(Any, functools.partial(rewards_of, of_set, source.reward)),
+                pool=cast(Any, functools.partial(make, of_set, source.reward)),
                 name=name,
             )
         )

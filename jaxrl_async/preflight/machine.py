@@ -178,19 +178,21 @@ def _questions(settings: Settings) -> tuple[Task, Splits, dict[str, Task]]:
 
     def check(name: str, splits: Splits) -> None:
         reward = reward_function(name)
-        if not settings.rollout.reward_addresses:  # else in the services' processes
+        # else in the processes of the services, which judge by the run's reward alone
+        if not settings.rollout.reward_addresses or name != of_run:
             for examples in splits.values():
                 check_reward(reward, examples)
 
     with errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)
-        check(parts.reward_name_of(settings, task.reward), splits)
+        of_run = parts.reward_name_of(settings, task.reward)
+        check(of_run, splits)
     with errors_of(""):
-        sets = parts.evaluation_tasks(settings)
+        sets, of_sets = parts.evaluation_tasks(settings), parts.settings_of_sets(settings)
     for name, other in sets.items():
         with errors_of(f"evaluate.sets[{name!r}]: "):
-            check(other.reward, {name: other.examples("test")})
+            check(parts.reward_name_of(of_sets, other.reward), {name: other.examples("test")})
     return task, splits, sets
 
 

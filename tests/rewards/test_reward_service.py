@@ -12,8 +12,10 @@ import grpc
 import psutil
 import pytest
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
-from jaxrl_async.preflight import peers
+from jaxrl_async.config.fields import StartError
+from jaxrl_async.preflight import machine, peers
 from jaxrl_async.rewards import client as clients
 from jaxrl_async.rewards import pool as pools
 from jaxrl_async.rewards import rewards_pb2 as pb
@@ -383,6 +385,24 @@ def test_a_learner_names_the_services_that_do_not_answer_and_goes_on(caplog):
     peers.check_rewards(settings_of(config))
     (line,) = (record.message for record in caplog.records)
     assert f"{config.rollout.reward_addresses[0]} gives no answer" in line
+
+
+def test_an_evaluation_set_of_another_reward_has_a_pool_beside_the_services(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"prompt": "1+1=", "answer": "two"}\n')
+    other = {"test": str(tmp_path / "other.jsonl"), "reward": "last_number"}
+    config = load_config("configs/quickstart.py:smoke")
+    config.rollout.reward_addresses = ("localhost:7100",)
+    config.evaluate.sets = {
+        "same": {"name": "jsonl", "args": {**other, "reward": "exact"}},
+        "other": {"name": "jsonl", "args": other},
+    }
+    settings = settings_of(config)
+    asked = settings, parts.tokenizer_of(settings, tmp_path), parts.task_of(settings), "test"
+    sets = parts.evaluation_sets(*asked, parts.evaluation_tasks(settings))
+    kinds = {found.name: type(found.pool()) for found in sets}
+    assert kinds == {"": RewardClient, "same": RewardClient, "other": RewardPool}
+    with pytest.raises(StartError, match=r"evaluate.sets\['other'\]: gold answer 'two' holds no"):
+        machine.prepare(settings, tmp_path)
 
 
 async def test_a_call_that_waits_names_the_services_that_do_not_answer(caplog):
