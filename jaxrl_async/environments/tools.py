@@ -25,6 +25,7 @@ import numpy as np
 from jaxrl_async.environments.environment import Observation
 from jaxrl_async.names import find, register
 from jaxrl_async.rewards import reward_function
+from jaxrl_async.rewards.process import judged
 from jaxrl_async.types import Prompt
 
 TOOLS: dict[str, Callable | str] = {}
@@ -131,6 +132,13 @@ class ToolUse:
             raise ValueError(f"two tools have one name: {[tool.name for tool in found]}")
         self._reward = reward_function(reward) if reward else None
         self.judges = bool(reward)
+        try:
+            _ = self._reward and inspect.signature(self._reward).bind("", "")
+        except TypeError as error:
+            raise ValueError(
+                f"reward {reward!r} is given the text and the gold answer alone ({error}): leave it out here, and make "
+                "it the task's"
+            ) from None
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -146,8 +154,13 @@ class ToolUse:
         """Runs the calls of a turn, or judges the answer."""
         calls = parse_calls(action)
         if not calls:
-            reward = self._reward and float(self._reward(action, self._answer))
-            return Observation(reward=reward, done=True)
+            if not self._reward:
+                return Observation(done=True)
+            said = judged(self._reward(action, self._answer))
+            own = said if isinstance(said, dict) else {"reward": said, "components": {}}
+            if "error" in own:
+                raise ValueError(f"its reward {own['error']}")
+            return Observation(reward=own["reward"], components=own["components"], done=True)
         messages, errors = [], 0
         for call in calls:
             result, failed = await self._run(call)

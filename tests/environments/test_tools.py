@@ -33,6 +33,21 @@ def tokenizer(request, tmp_path_factory):
     return chat.tokenizer_of(directory, request.param)
 
 
+async def test_the_reward_of_the_last_turn_may_have_components_and_asks_for_no_more_than_text_and_answer():
+    tools = ToolUse([MULTIPLY], reward=f"{__name__}:detailed")
+    await tools.reset(Prompt(0, np.ones(1, np.int32), "q", "12"), np.random.default_rng(0))
+    last = await tools.step("12")
+    assert (last.reward, last.components, last.done) == (1.0, {"length": 2.0}, True)
+    with pytest.raises(
+        ValueError, match=r"reward 'code' is given the text .*'metadata'.*the task's"
+    ):
+        environment_class("tools", {"tools": [MULTIPLY], "reward": "code"})
+
+
+def detailed(completion, answer):
+    return {"reward": completion == answer, "length": len(completion)}
+
+
 def test_a_schema_is_made_of_type_hints_and_the_docstring():
     assert tool_of(MULTIPLY).schema == {
         "type": "function",
