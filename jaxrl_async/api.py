@@ -1,5 +1,6 @@
 """The Python API: a config in, a run out, as with the verbs `train`, `evaluate`, `replay`, `export` and `report`."""
 
+import copy
 import dataclasses
 import os
 import pathlib
@@ -120,6 +121,7 @@ def run(
       StartError: the workdir holds a run, its run cannot take such a config, or the task cannot be read.
       RoleDiedError, StalledError: the run failed.
     """
+    config = copy.deepcopy(config)  # The parts of its preset are written into it.
     settings = settings_of(config)
     run = Run(pathlib.Path(workdir or start.default_workdir(settings)))
     machine.check_access(settings, "all", 0)

@@ -125,6 +125,15 @@ def test_a_workdir_is_begun_once_and_resumed_only_with_a_checkpoint(tmp_path):
     workdirs.check(workdir, resume=True)
 
 
+def test_a_run_leaves_its_config_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "begin", lambda config, settings, *_, **__: found.append(settings))
+    found, config = [], load_config("configs/quickstart.py:smoke")
+    for preset in ("dapo", "gspo", ""):
+        config.loss.preset = preset
+        jaxrl_async.run(config, workdir=tmp_path / f"of-{preset}")
+    assert found[2].loss == settings_of(load_config("configs/quickstart.py:smoke")).loss
+
+
 @pytest.mark.parametrize(
     ("task", "name"), [("arithmetic", "arithmetic"), ("pkg.tasks:Echo", "pkg.tasks")]
 )
