@@ -17,7 +17,8 @@ import runpy
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_collections
@@ -37,7 +38,7 @@ from jaxrl_async.config.build import (
     write_preset,
 )
 from jaxrl_async.config.fields import StartError
-from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
+from jaxrl_async.config.settings import FIELDS, RENAMED, Settings, SettingsError
 from jaxrl_async.names import nearest
 from jaxrl_async.sweeps.points import Point, Sweep
 
@@ -361,12 +362,20 @@ def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
         for key in keys:
             known = node.keys() if isinstance(node, ml_collections.ConfigDict) else ()
             if key not in known:
-                hint = nearest(key, known) or _elsewhere(config, keys[-1])
+                hint = nearest(key, known) + _replacing(path) or _elsewhere(config, keys[-1])
                 unknown.append(f"unknown config key {path}.{key}{hint}")
                 break
             node, path = node[key], f"{path}.{key}"
     if unknown:
         raise UsageError("\n  ".join(unknown))
+
+
+def _replacing(path: str) -> str:
+    """How to give a mapping of any names; "" of another block."""
+    field = FIELDS.get(path.removeprefix("config."))
+    if field is None or typing.get_origin(field.type) is not Mapping:
+        return ""
+    return f" (--{path}=\"{{'NAME': VALUE}}\" replaces all of them)"
 
 
 def _elsewhere(config: ml_collections.ConfigDict, name: str) -> str:

@@ -220,6 +220,13 @@ def test_all_unknown_keys_on_the_command_line_are_named():
         parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7", "--config.queu.address=a:1")
 
 
+@pytest.mark.parametrize("key", ["task.args.train", "task.args.test", "evaluate.sets.hard"])
+def test_a_name_that_a_mapping_lacks_is_refused_with_the_flag_that_replaces_all(key):
+    block = key.rpartition(".")[0]
+    with pytest.raises(config_lib.UsageError, match=rf"{key}.* \(--config.{block}=.* replaces all"):
+        parse(f"--config={QUICKSTART}", f"--config.{key}=a")
+
+
 def test_an_unknown_key_on_the_command_line_is_named_with_the_nearest():
     with pytest.raises(config_lib.UsageError, match=r"config.learner.num_stepz.*'num_steps'"):
         parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7")
