@@ -12,6 +12,7 @@ from jaxrl_async import security
 
 HEALTH = "grpc.health.v1.Health"  # the service that Kubernetes' probes call
 PING_SECS = 10.0  # interval of pings, and deadline of their answer: then a connection is given up
+_NO_BOUND = (1 << 31) - 1
 
 
 def client_options() -> list[tuple[str, int]]:
@@ -36,6 +37,10 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Both bounds equal: between a soft and a hard one gRPC refuses at random.
         ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
+        # Else of 1,000 calls that wait for this event loop some end as CANCELLED, and all after 30 s.
+        ("grpc.server.max_pending_requests", _NO_BOUND),
+        ("grpc.server.max_pending_requests_hard_limit", _NO_BOUND),
+        ("grpc.server_max_unrequested_time_in_server", _NO_BOUND),
         *_pings(),
         # Clients ping during a wait, too.
         ("grpc.http2.min_ping_interval_without_data_ms", int(500 * PING_SECS)),

@@ -387,6 +387,13 @@ def test_a_learner_names_the_services_that_do_not_answer_and_goes_on(caplog):
     assert f"{config.rollout.reward_addresses[0]} gives no answer" in line
 
 
+async def test_thousands_of_calls_at_once_are_answered():
+    pool = RewardPool("exact", **BOUNDS)
+    async with served(pool) as address, client(address, reward="exact") as rewards:
+        found = await asyncio.gather(*(rewards.judge("1", "1", {}) for _ in range(4000)))
+    assert {judgement.reward for judgement in found} == {1.0}
+
+
 def test_an_evaluation_set_of_another_reward_has_a_pool_beside_the_services(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"prompt": "1+1=", "answer": "two"}\n')
     other = {"test": str(tmp_path / "other.jsonl"), "reward": "last_number"}
