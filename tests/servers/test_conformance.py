@@ -98,6 +98,7 @@ class Versions:
     def __init__(self, root):
         self.store = weight_store.WeightStore(root, keep=1000)
         self.params = {}
+        self.pins = contextlib.ExitStack()
 
     def path(self, version: int):
         if version not in self.params:
@@ -105,6 +106,8 @@ class Versions:
             self.params[version] = params = of(version)
             tensors = hf.to_tensors(params, CONFIG, "float32")
             self.store.write(version, tensors, hf.write_config(CONFIG))
+            # A write of an earlier one, as tests need them in any order, would remove it.
+            self.pins.enter_context(self.store.pin(version))
         return self.store.path(version)
 
 
