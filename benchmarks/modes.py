@@ -1,6 +1,6 @@
 """Sync, periodic and async side by side on the same work, through the real processes and wire.
 
-    python benchmarks/modes.py [--steps=30] [--rounds=1]
+    python benchmarks/modes.py [--steps=30] [--rounds=1] [--out=DIR]
 
 One core is pinned to the learner and one to server, rollout worker and queue, in every mode. The modes run in
 turn, `rounds` times, and each figure is the median over its steps after the first five; shares of bounds are given by
@@ -65,6 +65,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--out", type=pathlib.Path, default=record.RESULTS)
     args = parser.parse_args()
     rows, by_round = {mode: [] for mode in MODES}, []
     for _ in range(args.rounds):
@@ -157,7 +158,7 @@ def report(table, waiting, training, args) -> None:
         print(f"{mode:10}" + " ".join(f"{k} {v:.3f}" for k, v in values["secs"].items()))
     result = {"steps": args.steps, "rounds": args.rounds, "modes": table}
     result |= {"T_inf_secs": waiting, "T_train_secs": training}
-    record.write(record.RESULTS / "modes.json", result, seeds=[0])
+    record.write(args.out / "modes.json", result, seeds=[0])
 
 
 if __name__ == "__main__":

@@ -200,8 +200,9 @@ def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["learner", "modes"])
-def test_a_benchmark_runs_whole(name):
-    run(sys.executable, f"benchmarks/{name}.py")
+def test_a_benchmark_runs_whole(name, tmp_path):
+    run(sys.executable, f"benchmarks/{name}.py", f"--out={tmp_path}")
+    assert json.loads((tmp_path / f"{name}.json").read_text())["proof"]
 
 
 def test_the_benchmark_of_weights_runs_small(tmp_path):
