@@ -115,16 +115,19 @@ def stage_of(status: QueueStatus | None, said: str) -> str:
     message = message_of(said)
     if message.startswith("warm start: ") and not what:
         return message
-    if not what or "start" in what:
-        return "start: the roles load, and compile"
-    if "wait_push" in what or "publish" in what:
-        return "servers: they start, compile and load the first version"
-    if "wait_data" in what:
+    is_starting = not what or "start" in what
+    if is_starting or "wait_data" in what:
         waits = [wait for role in status.roles for wait in role.waits] if status else []
         reading = next((w for w in waits if w.on.startswith(READS)), None)
         if reading:
             return f"rollout: {reading.what} waits for {reading.on}, {reading.secs:.0f} s"
-        return "rollout: the first groups are generated"
+        return (
+            "start: the roles load, and compile"
+            if is_starting
+            else "rollout: the first groups are generated"
+        )
+    if "wait_push" in what or "publish" in what:
+        return "servers: they start, compile and load the first version"
     return "first step: the learner compiles, and takes it"
 
 

@@ -165,6 +165,7 @@ async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(mon
         assert [role.role for role in status.roles] == ["rollout-0"] and not working.done()
         (wait,) = status.roles[0].waits
         assert wait.on == "its task 'arithmetic', which is imported and read"
+        assert "rollout-0 waits for its task" in stage_of(status, ""), "the learner loads, too"
         learner = RoleStatus("learner-0", 0.0, (Wait("learner (wait_data)", "the queue", 9.0),), {})
         status = dataclasses.replace(status, roles=(learner, *status.roles))
         assert "rollout-0 waits for its task" in stage_of(status, "")
