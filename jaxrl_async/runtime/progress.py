@@ -121,13 +121,12 @@ def stage_of(status: QueueStatus | None, said: str) -> str:
         reading = next((w for w in waits if w.on.startswith(READS)), None)
         if reading:
             return f"rollout: {reading.what} waits for {reading.on}, {reading.secs:.0f} s"
-        return (
-            "start: the roles load, and compile"
-            if is_starting
-            else "rollout: the first groups are generated"
-        )
+    if is_starting:
+        return "start: the roles load, and compile"
     if "wait_push" in what or "publish" in what:
         return "servers: they start, compile and load the first version"
+    if "wait_data" in what:
+        return "rollout: the first groups are generated"
     return "first step: the learner compiles, and takes it"
 
 
