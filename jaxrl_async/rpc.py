@@ -37,7 +37,7 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         # Both bounds equal: between a soft and a hard one gRPC refuses at random.
         ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
-        # Else of 1,000 calls that wait for this event loop some end as CANCELLED, and all after 30 s.
+        # gRPC's own bounds on what waits for this event loop, 1,000 calls and 30 s, end calls as CANCELLED.
         ("grpc.server.max_pending_requests", _NO_BOUND),
         ("grpc.server.max_pending_requests_hard_limit", _NO_BOUND),
         ("grpc.server_max_unrequested_time_in_server", _NO_BOUND),
