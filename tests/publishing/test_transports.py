@@ -549,6 +549,15 @@ async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, 
     assert "/abort_request" not in server.routes()
 
 
+async def push_cancelled_when(asked, client, server, path):
+    pushing = asyncio.create_task(push("disk", client, server, path))
+    async with asyncio.timeout(TIMEOUT_SECS):
+        await asked.wait()
+        pushing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pushing
+
+
 async def test_a_push_that_is_cancelled_while_a_server_takes_its_pause_leaves_it_running(
     client, server, path
 ):
@@ -562,12 +571,8 @@ async def test_a_push_that_is_cancelled_while_a_server_takes_its_pause_leaves_it
         return await take(payload)
 
     server.pause_generation = slowly
-    pushing = asyncio.create_task(push("disk", client, server, path))
+    await push_cancelled_when(asked, client, server, path)
     async with asyncio.timeout(TIMEOUT_SECS):
-        await asked.wait()
-        pushing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pushing
         while not taken:
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
@@ -603,12 +608,7 @@ async def test_a_push_that_is_cancelled_in_its_last_call_ends_its_pause(client, 
         return await go_on(payload)
 
     server.continue_generation = lose_once
-    pushing = asyncio.create_task(push("disk", client, server, path))
-    async with asyncio.timeout(TIMEOUT_SECS):
-        await asked.wait()
-        pushing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pushing
+    await push_cancelled_when(asked, client, server, path)
     assert not server.paused
 
 

@@ -13,16 +13,15 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
 from fixtures import real_servers
-from flax import nnx
+from fixtures.adapters import logits
 
 from jaxrl_async.cli.config import load_config
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.models import hf, transformer
+from jaxrl_async.models import hf
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 
@@ -93,20 +92,16 @@ def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
 
 
 def against_version_0(directory):
-    """Of the sampled tokens of step 1: their log-probs less the model's own, and π(padding) there."""
+    """Of the tokens of step 1: log-probs less those of version 0, nats [N], and π(padding) [N]."""
     run, model = directory / "run", directory / "version-0"
     jaxrl("export", f"--workdir={run}", "--step=0", f"--out={model}")
     config = hf.read_config(model, dtype="float32", remat=False)
-    params = jax.tree.map(jnp.asarray, hf.from_tensors(hf.read_tensors(model), config))
-    model = nnx.merge(transformer.graphdef(config), params)
+    params = hf.from_tensors(hf.read_tensors(model), config)
     with contextlib.closing(JournalReader(run / "journal.sqlite")) as journal:
         rows = [row for group in journal.chunk(1, 0)[0] for row in group.trajectories]
     length = max(map(len, rows))
-    inside = np.array([np.arange(length) < len(row) for row in rows], np.int32)
     tokens = np.array([np.pad(row.tokens, (0, length - len(row))) for row in rows])
-    positions = np.broadcast_to(np.arange(length), tokens.shape)
-    logits = model.logits(model(tokens, positions, (inside,)))
-    logprobs = np.asarray(jax.nn.log_softmax(logits[:, :-1]))
+    logprobs = np.asarray(jax.nn.log_softmax(logits(config, params, tokens)[:, :-1]))
     known = np.take_along_axis(logprobs, tokens[:, 1:, None], 2)[..., 0]
     differences, padding = [], []
     for row, ours, all_ids in zip(rows, known, logprobs, strict=True):
