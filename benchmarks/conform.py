@@ -60,7 +60,7 @@ def start(name: str, model: pathlib.Path, port: int) -> None:
             env=clean,
             stdout=log,
             stderr=log,
-            start_new_session=True,
+            process_group=0,  # in this session, with which it shares the processors
         )
     (model.parent / f"{name}.pid").write_text(str(process.pid))
     url = f"http://127.0.0.1:{port}{INFORMATION.get(name, '/model_info')}"

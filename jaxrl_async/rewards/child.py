@@ -71,7 +71,7 @@ async def start(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env={name: os.environ[name] for name in given} | {"PYTHONPATH": path},
-        start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
+        process_group=0,  # killed as one, without Ctrl-C from the terminal
         limit=max_line_bytes,
     )
     return cast(Process, process)

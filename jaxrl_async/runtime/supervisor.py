@@ -385,14 +385,15 @@ def _start(name: str, workdir, flags, devices) -> Role:
     log.parent.mkdir(exist_ok=True)
     environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}
     with open(log, "a") as out:
-        # A session of its own: Ctrl-C reaches the supervisor, which ends the roles in order.
+        # A group of its own: Ctrl-C reaches the supervisor, which ends the roles in order. No session of its own: Linux
+        # may share the processors out by session, and beside a vLLM of another one roles waited for seconds.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=out,
             env=environment,
-            start_new_session=True,
+            process_group=0,
         )
     return Role(name, process, log)
 

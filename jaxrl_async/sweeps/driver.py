@@ -181,14 +181,14 @@ class _Attempt:
         self._say(f"{self.job.name}: {self._verb}{resumed}, log {self.job.log}")
         with open(self.job.log, "a", encoding="utf-8") as log:
             print(f"$ {shlex.join(command)}", file=log, flush=True)
-            # A session of its own: Ctrl-C reaches the driver alone, which ends the command in order. The command
+            # A group of its own: Ctrl-C reaches the driver alone, which ends the command in order. The command
             # inherits the lock, so that the point stays locked while it runs, even if the driver is killed.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
                 pass_fds=(self._lock,),
             )
 

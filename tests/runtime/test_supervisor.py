@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
@@ -99,6 +100,20 @@ def test_a_cpu_shows_the_learner_as_many_devices_as_its_mesh_has(monkeypatch):
 def test_chips_that_learner_processes_cannot_share_are_refused(devices, num_servers):
     with pytest.raises(ValueError, match=rf"2 learner processes cannot share the {devices[1]} "):
         supervisor.divide_devices(devices, num_servers=num_servers, num_learners=2)
+
+
+def test_a_role_leads_a_group_in_the_session_of_the_run(tmp_path, monkeypatch):
+    program = tmp_path / "role"
+    program.write_text(f"#!/bin/sh\nexec sleep {WAIT_SECS:g}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    role = supervisor._start("queue", tmp_path, [], {})
+    try:
+        assert os.getsid(role.process.pid) == os.getsid(0)
+        assert os.getpgid(role.process.pid) == role.process.pid != os.getpgid(0)
+    finally:
+        role.process.kill()
+        role.process.wait(WAIT_SECS)
 
 
 def test_the_end_of_a_log_is_its_last_lines(tmp_path):
