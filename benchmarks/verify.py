@@ -58,12 +58,10 @@ MEASURES = {
     "modes": "learner rollout queue publishing inference roles",
     "newcomer": "",
     "nonsense": "servers rollout publishing",
-    "nonsense_before": "servers rollout publishing",
     "order": "queue extras/planner",
     "overlap": "learner publishing versions intake roles",
     "packing": "learner/packing.py",
     "peers": "learner rollout inference models queue",
-    "peers_17m": "learner rollout inference models queue",
     "planner": "queue extras/planner",
     "splits": "queue extras/planner fit",
     "queue": "queue",
@@ -92,10 +90,8 @@ SCRIPTS = {
     "accelerator/h100": "accelerator",
     "accelerator/h200": "accelerator",
     "chaos_one": "chaos",
-    "nonsense_before": "nonsense",
 }
 SCRIPTS |= {
-    "peers_17m": "peers",
     "queue": "trajectory_queue",
     "queue_routes": "trajectory_queue",
     "staleness_ess": "staleness",
@@ -311,9 +307,6 @@ def _speed() -> Iterator[tuple[str, str, str]]:
         sides["step"][name]["times_tunix"]["median"] for name in ("sync 1", "async 1")
     )
     yield "peers", README, f"| {sync:.2f}x, {asynchronous:.2f}x |"
-    seventeen = result("peers_17m")["measures"]["step"]["sides"]
-    for side in ("sync 1", "async 1"):
-        yield "peers_17m", PAGE, f"| {seventeen[side]['times_tunix']['median']:.2f}x | – |"
 
     for dtype, form in (("float32", _power), ("bfloat16", "{:#.2g}".format)):
         rows = result("bfloat16")["dtypes"][dtype].values()

@@ -1,20 +1,21 @@
-"""Which loss at which age: nine losses, each at its own rate, by weights that sample 1, 4 and 16 steps late.
+"""Which loss at which age: nine losses, each at its own rate, by weights that are up to 16 steps old.
 
     python benchmarks/which_loss.py [--tasks=…] [--losses=…] [--ages=…] [--runs=30] [--seconds=inf] [--cache=DIR]
 
-The runs are those of benchmarks/staleness.py: its two tasks, versions 0, prompts, seeds of samples and settings. Here
+The tasks, versions 0, prompts, seeds of samples and settings are those of benchmarks/staleness.py. Here
 one compiled program does many of them at once: a whole run is a `lax.scan` over its steps, and runs of several seeds,
-rates and ages are rows of a batch. It is for a GPU; a CPU takes as long as with staleness.py.
+rates and ages are rows of a batch. It is for a GPU, though a CPU does.
 
 A program has all losses, and runs one of them. Of the package it takes the model with its cache, the sampler, losses,
 advantages and optimizer; the loop around them is its own, and tests hold it against `TrainStep` and `in_process.py`.
 
-For each task and loss: of RATES the best mean over seeds 100 to 102 at each age, then ten other seeds at it. Then the
-cells that staleness_rates.json has, at that file's rates ("check"), and DG, PPO and the plain policy gradient on token
-reversal of three lengths ("complexity": the settings of delight_reversal.py, no warm start).
+For each task and loss: of RATES the best mean over seeds 100 to 102 at each age, then ten other seeds at it. Then DG,
+PPO and the plain policy gradient on token reversal of three lengths ("complexity": the settings of delight_reversal.py,
+no warm start).
 
 Inputs are made once (--prepare makes them and ends) and kept in --cache, as are the rows of finished runs, a line each
-in which_loss.jsonl. After --seconds nothing more is begun. Results: which_loss.json in --out.
+in which_loss.jsonl; those of the result are not run again. After --seconds nothing more is begun. Results:
+which_loss.json in --out. A run of some tasks, losses or ages is a part of it, with a proof of its own.
 """
 
 import argparse
@@ -56,7 +57,7 @@ from jaxrl_async.tasks.prompts import held_out_prompts, prompt_stream
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import NOT_SAMPLED, Batch
 
-AGES = (1, 4, 16)  # η, in steps
+AGES, MORE_AGES = (1, 4, 16), (0, 1, 4, 8, 16)  # η, in steps; of the losses of staleness.py
 OLDEST = 16
 RATES, CHOOSING_SEEDS, SEEDS = staleness.RATES, staleness.CHOOSING_SEEDS, staleness.REPORTED_SEEDS
 
@@ -514,10 +515,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     bench = Bench(args, chosen, inputs)
     bench.run()
-    result = result_of(bench.rows)
+    path = args.out / "which_loss.json"
+    before = record.read(path)
+    result = {"proof": before.get("proof", {})} | result_of(bench.rows)
     report(result)
-    seeds = sorted({row["seed"] for row in bench.rows})
-    record.write(args.out / "which_loss.json", result, seeds=seeds)
+    if len(bench.rows) > len(before.get("runs", [])):
+        words = [args.tasks, args.ages and f"η = {args.ages}", args.losses]
+        part = ", ".join(filter(None, words)) or "all"
+        seeds = sorted({row["seed"] for row in bench.rows})
+        record.write(path, result, seeds=seeds, part=part)
 
 
 class Bench:
@@ -531,7 +537,9 @@ class Bench:
         self._ages = [int(age) for age in args.ages.split(",")] if args.ages else [0, 1, 4, 8, 16]
         self._path = args.cache / "which_loss.jsonl"
         lines = self._path.read_text("utf-8").splitlines() if self._path.exists() else []
-        self.rows = [json.loads(line) for line in lines]
+        self.rows = record.read(args.out / "which_loss.json").get("runs", [])
+        known = set(map(_key, self.rows))
+        self.rows += [row for row in map(json.loads, lines) if _key(row) not in known]
         self._chosen = chosen
         pool = concurrent.futures.ThreadPoolExecutor(max(len(chosen), 1))
         self._programs = {
@@ -544,15 +552,12 @@ class Bench:
         tasks = [name for name in staleness.TASKS if name in self._chosen]
         methods = [name for name in METHODS if name in self._losses]
         for method, task in itertools.product(methods, tasks):
-            cells = itertools.product(CHOOSING_SEEDS, RATES, AGES)
+            ages = MORE_AGES if method in staleness.METHODS else AGES
+            cells = itertools.product(CHOOSING_SEEDS, RATES, ages)
             choosing = self.rows_of(task, method, list(cells))
             best = staleness.best_rates(choosing) if choosing else {}
             reported = [(seed, rate, cell[2]) for seed in SEEDS for cell, rate in best.items()]
             self.rows_of(task, method, reported)
-        for (task, method), cells in published().items():
-            if task in tasks and method in methods:
-                runs = [(seed, cell["rate"], age) for seed in SEEDS for age, cell in cells.items()]
-                self.rows_of(task, method, runs)
         rate = delight_reversal.BASE["learner.learning_rate"]
         runs = [(seed, rate, age) for seed in COMPLEX_SEEDS for age in COMPLEX_AGES]
         for name, method in itertools.product(self._chosen, COMPLEX_METHODS):
@@ -587,16 +592,6 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, int, float, int]:
     return (row["task"], row["method"], row["seed"], row["rate"], row["staleness"])
 
 
-def published() -> dict[tuple[str, str], dict[int, dict[str, Any]]]:
-    """(task, method) → age → its cell in staleness_rates.json."""
-    table = record.read(record.RESULTS / "staleness_rates.json").get("table", {})
-    return {
-        (task, method): {int(age): cell for age, cell in cells.items()}
-        for task, methods in table.items()
-        for method, cells in methods.items()
-    }
-
-
 def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of all rows: the table at each method's rates, how these were chosen, the check, the complexity."""
     choosing = [row for row in rows if row["seed"] in CHOOSING_SEEDS]
@@ -609,7 +604,7 @@ def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     ]
     result = {"base": staleness.BASE, "methods": METHODS}
     result |= {"tasks": staleness.TASKS, "rates": RATES, "table": tabulate(reported)}
-    result |= {"choosing": staleness.tabulate_rates(choosing), "check": check(rows)}
+    result |= {"choosing": staleness.tabulate_rates(choosing)}
     result |= {"complexity": complexity(rows), "runs": list(rows)}
     return result
 
@@ -646,37 +641,6 @@ def _gained(row: dict[str, Any]) -> float:
     return staleness.accuracy(row) - row["curve"][0][1]
 
 
-def check(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of staleness_rates.json, at its rates and seeds, by that file and by these programs."""
-    theirs, found = collections.defaultdict(list), []
-    for row in record.read(record.RESULTS / "staleness_rates.json").get("runs", []):
-        if row["seed"] in SEEDS:
-            theirs[row["task"], row["method"], row["staleness"]].append(row)
-    for (task, method), cells in published().items():
-        for age, cell in cells.items():
-            want = (task, method, age, cell["rate"])
-            ours = [r for r in rows if r["seed"] in SEEDS and _cell_of(r) == want]
-            if len(ours) < len(SEEDS):
-                continue
-            here = grid.mean_and_interval(map(staleness.accuracy, ours))
-            there = cell["accuracy"]
-            apart = abs(here["mean"] - there["mean"])
-            overlap = apart <= here["half_width"] + there["half_width"]
-            difference = staleness.difference(ours, theirs[task, method, age])
-            found.append(dict(zip(("task", "method", "staleness", "rate"), want, strict=True)))
-            found[-1] |= {
-                "here": here,
-                "there": there,
-                "difference": difference,
-                "overlap": overlap,
-            }
-    return found
-
-
-def _cell_of(row: dict[str, Any]) -> tuple[str, str, int, float]:
-    return (row["task"], row["method"], row["staleness"], row["rate"])
-
-
 def complexity(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Sequence error by tokens to reverse, age and method; dg_less: DG's error less that of the method."""
     cells, found = cells_of([row for row in rows if row["task"].startswith("reversal_")]), []
@@ -692,7 +656,9 @@ def complexity(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def report(result: dict[str, Any]) -> None:
     for task in result["tasks"]:
         print(
-            f"\n{task}: accuracy (rate)\n" + " " * 32 + "".join(f"{f'η = {a}':>22}" for a in AGES)
+            f"\n{task}: accuracy (rate)\n"
+            + " " * 32
+            + "".join(f"{f'η = {a}':>22}" for a in MORE_AGES)
         )
         for method in METHODS:
             cells = {
@@ -702,15 +668,9 @@ def report(result: dict[str, Any]) -> None:
             }
             texts = [
                 f"{_text(cells[a]['accuracy'])} ({cells[a]['rate']:g})" if a in cells else ""
-                for a in AGES
+                for a in MORE_AGES
             ]
             print(NAMES[method].ljust(32) + "".join(f"{text:>22}" for text in texts))
-    for row in result["check"]:
-        print(
-            *_cell_of(row),
-            *(_text(row[name]) for name in ("here", "there", "difference")),
-            row["overlap"],
-        )
     for row in result["complexity"]:
         print(row["num_tokens"], row["method"], row["staleness"], _text(row["error"]))
 

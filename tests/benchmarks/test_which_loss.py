@@ -172,4 +172,31 @@ def test_reported_seeds_run_at_the_rate_that_others_chose():
     assert topr["over"]["ppo"]["mean"] == pytest.approx(0.15)
     dg, pg = result["complexity"]
     assert (dg["error"]["mean"], pg["error"]["mean"], pg["dg_less"]["mean"]) == (0.875, 1.0, -0.125)
-    assert result["check"] == []
+
+
+def test_a_part_is_added_to_the_result_and_its_runs_are_not_run_again(tmp_path, monkeypatch):
+    asked = []
+
+    class Done:
+        def result(self):
+            return lambda method, runs: (
+                asked.append((method, runs))
+                or [
+                    {"seed": seed, "rate": rate, "staleness": age, "curve": [[0, 0.0], [9, 0.5]]}
+                    for seed, rate, age in runs
+                ]
+            )
+
+    monkeypatch.setattr(
+        which_loss.concurrent.futures.ThreadPoolExecutor, "submit", lambda *_: Done()
+    )
+    monkeypatch.setattr(which_loss, "prepare", lambda *_: (None, None))
+    words = ["--tasks=arithmetic", f"--out={tmp_path}", "--losses=ppo"]
+    for age, cache in ((8, "one"), (0, "two")):
+        (tmp_path / cache).mkdir()
+        which_loss.main([*words, f"--ages={age}", f"--cache={tmp_path}/{cache}"])
+    which_loss.main([*words, "--ages=0,8", f"--cache={tmp_path}"])  # nothing is left to run
+    assert [{age for *_, age in runs} for _, runs in asked] == [{8}, {8}, {0}, {0}]
+    result = which_loss.record.read(tmp_path / "which_loss.json")
+    assert list(result["proof"]) == [f"arithmetic, η = {age}, ppo" for age in (8, 0)]
+    assert {row["staleness"]: row["accuracy"]["seeds"] for row in result["table"]} == {0: 10, 8: 10}
