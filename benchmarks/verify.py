@@ -75,9 +75,7 @@ MEASURES = {
     "shared_prompts": "learner models",
     "scores": "learner rollout inference models objectives",
     "distillation": "objectives learner",
-    "staleness": "objectives learner",
     "staleness_ess": "objectives learner",
-    "staleness_rates": "objectives learner",
     "time_to_accuracy": "learner rollout queue objectives",
     "weights": "publishing versions intake servers",
     "weights_distributed": "publishing versions intake servers",
@@ -95,7 +93,6 @@ SCRIPTS |= {
     "queue": "trajectory_queue",
     "queue_routes": "trajectory_queue",
     "staleness_ess": "staleness",
-    "staleness_rates": "staleness",
 }
 SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith(("conform_", "weights_"))}
 BEGIN, END = "<!-- ages: python -m benchmarks.verify --write -->", "<!-- /ages -->"
@@ -318,11 +315,6 @@ def _speed() -> Iterator[tuple[str, str, str]]:
 
 
 def _losses() -> Iterator[tuple[str, str, str]]:
-    for columns in result("staleness")["table"].values():
-        for by_age in columns.values():
-            row = [cell["accuracy"] for cell in by_age.values()]
-            for cell in row:
-                yield "staleness", METHODS, _pair(cell)
     names = (
         "policy gradient",
         "importance weights",
@@ -347,9 +339,6 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     order = ("importance weights", "A-3PO", "truncated weights", "PPO", "delightful")
     cells = [f"{100 * best[name]['best_error']:.1f}" for name in order]
     yield "delight_digits", PAGE, f"90, {', '.join(cells)} %"
-    for task in ("token_reversal", "arithmetic"):
-        over = result("staleness_rates")["table"][task]["a3po"]["8"]["over"]
-        yield "staleness_rates", PAGE, _interval(over["tis"], signed=True, flip=True)
     for row in result("staleness_ess")["table"]:
         cells = [_interval(row["without"]), _interval(row["rate_by_ess"])]
         cells += [_interval(row["difference"], signed=True), _dot(row["rate_scale"]["mean"])]
@@ -375,6 +364,14 @@ def _losses() -> Iterator[tuple[str, str, str]]:
         "dg": "DG",
         "topr": "TOPR",
     }
+    cells = {(r["task"], r["method"], r["staleness"]): r for r in found["table"]}
+    ages = [("token_reversal", age) for age in (0, 8, 16)] + [("arithmetic", 8), ("arithmetic", 16)]
+    for method in ("ppo", "recompute", "a3po", "tis", "dg"):
+        accuracies = [_pair(cells[task, method, age]["accuracy"]) for task, age in ages]
+        yield "which_loss", PAGE, f"{names[method]} | {' | '.join(accuracies)} |"
+    less = [_interval(cells[task, "tis", 8]["over"]["a3po"], signed=True) for task, _ in ages[2:4]]
+    yield "which_loss", PAGE, f"A-3PO is {less[0]} on reversal and {less[1]} on addition"
+    yield "which_loss", METHODS, f"ties A-3PO*: {less[0]} on reversal and {less[1]} on addition"
     for age in (1, 4, 16):
         here = {
             r["method"]: r["accuracy"]
@@ -393,8 +390,6 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     less = (_interval(cells[a, n, "ppo"]["dg_less"], signed=True) for a, n in order)
     text = "DG less PPO: three tokens {}, four {}, five {}; fresh {}, {}, {}:"
     yield "which_loss", PAGE, text.format(*less)
-    agree = sum(row["overlap"] for row in found["check"])
-    yield "which_loss", METHODS, f"in {agree} of {len(found['check'])} cells"
     found = result("which_loss_smollm2")
     over: dict[int, str] = {}
     rates = {(row["method"], row["staleness"]): row["accuracy"] for row in found["choosing"]}

@@ -592,15 +592,23 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, int, float, int]:
     return (row["task"], row["method"], row["seed"], row["rate"], row["staleness"])
 
 
+def _cell_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    return (row["task"], row["method"], row["staleness"])
+
+
 def result_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all rows: the table at each method's rates, how these were chosen, the check, the complexity."""
+    """Of all rows: the table at each method's rates, how these were chosen, the complexity.
+
+    Where no seed chose, the rate is the one that ran.
+    """
     choosing = [row for row in rows if row["seed"] in CHOOSING_SEEDS]
     best = staleness.best_rates(choosing)
     reported = [
         row
         for row in rows
-        if row["seed"] in SEEDS
-        and best.get((row["task"], row["method"], row["staleness"])) == row["rate"]
+        if row["task"] in staleness.TASKS
+        and row["seed"] in SEEDS
+        and best.get(_cell_of(row), row["rate"]) == row["rate"]
     ]
     result = {"base": staleness.BASE, "methods": METHODS}
     result |= {"tasks": staleness.TASKS, "rates": RATES, "table": tabulate(reported)}

@@ -2,10 +2,10 @@
 
     python benchmarks/which_loss_smollm2.py [--only='method=topr,staleness=16'] [--smoke]
 
-The runs are those of benchmarks/staleness.py --rates: the weights that sample are exactly η steps old, each loss has at
-each age the best of RATES by a seed that is not reported, and other seeds are then run at it. SmolLM2-135M-Instruct,
-all its weights in float32, half the config's prompts a step and 40 of its 60 steps. The checkpoint lies where the
-config has it. The last 17 versions are kept in memory, .54 GB each.
+As in which_loss.py the weights that sample are exactly η steps old, each loss has at each age the best of RATES by a
+seed that is not reported, and other seeds are then run at it. SmolLM2-135M-Instruct, all its weights in float32, half
+the config's prompts a step and 40 of its 60 steps. The checkpoint lies where the config has it. The last 17 versions
+are kept in memory, .54 GB each.
 
 Score: of greedy answers to the config's 256 held-out sums, the share that the reward calls right. Finished
 runs are kept in --cache and never run again. Results: benchmarks/results/which_loss_smollm2.json.
