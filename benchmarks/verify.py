@@ -536,8 +536,8 @@ def _rounded(cell: dict[str, float]) -> str:
     return " ± ".join(f"{round(cell[k], -1):,.0f}" for k in ("mean", "half_width"))
 
 
-def _interval(cell: dict[str, float], *, signed: bool = False, flip: bool = False) -> str:
-    mean = -cell["mean"] if flip else cell["mean"]
+def _interval(cell: dict[str, float], *, signed: bool = False) -> str:
+    mean = cell["mean"]
     sign = ("−" if f"{mean:.3f}"[0] == "-" else "+") if signed else ""
     return f"{sign}{_dot(abs(mean), 3)} ± {_dot(cell['half_width'], 3)}"
 
