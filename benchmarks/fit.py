@@ -12,7 +12,7 @@ The second compiles the small shape below and writes BUDGETS, which tests/fit/te
 where a figure exceeds its budget by more than 5 %. A budget is written on purpose: the change that moves it says why.
 
 The third compiles REAL_RUNS, or those whose names hold a text, and writes benchmarks/results/fit/NAME.json. With --long
-the tests hold these too. It takes half an hour on two cores.
+the tests hold these too. It takes an hour and a half of a core.
 
 Nothing runs, and no figure is a measurement. Needs the compilers: pip install "jaxrl_async[fit-tpu,fit-gpu]".
 """

@@ -2,9 +2,8 @@
 
     python benchmarks/which_loss.py [--tasks=…] [--losses=…] [--ages=…] [--runs=30] [--seconds=inf] [--cache=DIR]
 
-The tasks, versions 0, prompts, seeds of samples and settings are those of benchmarks/staleness.py. Here
-one compiled program does many of them at once: a whole run is a `lax.scan` over its steps, and runs of several seeds,
-rates and ages are rows of a batch. It is for a GPU, though a CPU does.
+The tasks, versions 0, prompts, seeds of samples and settings are those of staleness.py. One compiled program does many
+runs at once: a whole run is a `lax.scan` over its steps, and runs of several seeds, rates and ages are rows of a batch.
 
 A program has all losses, and runs one of them. Of the package it takes the model with its cache, the sampler, losses,
 advantages and optimizer; the loop around them is its own, and tests hold it against `TrainStep` and `in_process.py`.
