@@ -191,10 +191,18 @@ def _learning() -> Iterator[tuple[str, str, str]]:
                 low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
                 yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
     found = result("scores")
-    rows = {row["run"]: row for row in found["rows"]}
-    *_, last = large = [row for name, row in rows.items() if name.startswith("smollm2")]
-    for scores in (last["before"], *(row["after"] for row in large)):
+    rows = {" ".join([row["run"], *row["set"]]): row for row in found["rows"]}
+    code, large = (
+        [row for name, row in rows.items() if name.startswith(one)] for one in ("code", "smollm2")
+    )
+    last = large[-1]
+    befores = [row["before"] for row in (*code, last)]
+    for scores in (*befores, *(row["after"] for row in (*code, *large))):
         yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    for name, row in rows.items():
+        if "learner.optimizer" in name:
+            before, after = (_score(row[end], "greedy") for end in ("before", "after"))
+            yield "scores", PAGE, f"| {before} | {after} | {_score(row['after'], 'pass@1')} |"
     for seed in (21, 22, 23):
         runs = [
             rows[f"quickstart:{mode}seed={seed}"] for mode in ("", "mode=sync,", "mode=periodic,")
