@@ -3,8 +3,8 @@
     python benchmarks/conform.py [--servers=embedded,sglang,sglang_jax,vllm] [--num_pushes=200]
 
 A model of two layers with peaked random weights; each server is started, measured, killed, started again, and ended.
-The real servers need their environments (tests/real/*.sh install .venv-servers/NAME). Each writes
-benchmarks/results/conform_NAME.json.
+The real servers need their environments (tests/real/*.sh install .venv-servers/NAME, or another directory that
+JAXRL_SERVERS names). Each writes benchmarks/results/conform_NAME.json.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def command(name: str, model: pathlib.Path, port: int) -> list[str]:
         settings = [f"--config.server.addresses=('http://127.0.0.1:{port}',)"]
         settings += [f"--config.server.max_total_tokens={TOKENS}", f"--workdir={model.parent}/run"]
         return [sys.executable, *role, *settings]
-    serve = [f"tests/real/{name}.sh", "serve", f"{ROOT}/.venv-servers/{name}"]
+    environments = ROOT / os.environ.get("JAXRL_SERVERS", ".venv-servers")
+    serve = [f"tests/real/{name}.sh", "serve", str(environments / name)]
     if name == "vllm":
         return [*serve, str(model), *place, "--load-format=dummy", f"--max-model-len={TOKENS}"]
     flags = ["--load-format=dummy", f"--model-path={model}", f"--context-length={TOKENS + 8}"]
@@ -53,7 +54,8 @@ def start(name: str, model: pathlib.Path, port: int) -> None:
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
     if name == "embedded":
         clean["PYTHONPATH"] = str(ROOT)
-    with open(model.parent / f"{name}.log", "a") as log:
+    output = model.parent / f"{name}.log"
+    with output.open("a") as log:
         process = subprocess.Popen(
             command(name, model, port),
             cwd=ROOT,
@@ -70,7 +72,7 @@ def start(name: str, model: pathlib.Path, port: int) -> None:
             urllib.request.urlopen(url, timeout=5).close()
             return
         time.sleep(0.5)
-    sys.exit(f"{name} is not up: see {model.parent}/{name}.log")
+    sys.exit(f"{name} is not up: {output.read_text('utf-8', errors='replace')[-2000:]}")
 
 
 def make_model(directory: pathlib.Path) -> pathlib.Path:
@@ -90,7 +92,6 @@ def measure(name: str, num_pushes: int) -> int:
     with tempfile.TemporaryDirectory(prefix="jaxrl-conform-") as directory:
         model, port = make_model(pathlib.Path(directory)), free_port()
         pid = model.parent / f"{name}.pid"
-        start(name, model, port)
         again = f"{sys.executable} {__file__} --start={name} --model={model} --port={port}"
         words = [f"--server=http://127.0.0.1:{port}", f"--model={model}"]
         words += [f"--num_pushes={num_pushes}", f"--max_total_tokens={TOKENS}"]
@@ -100,6 +101,7 @@ def measure(name: str, num_pushes: int) -> int:
         words += [f"--kill=kill -9 -$(cat {pid})", f"--start={again}"]
         words += [f"--out={ROOT}/benchmarks/results/conform_{name}.json"]
         try:
+            start(name, model, port)
             verb = [sys.executable, "-m", "jaxrl_async", "conform", *words]
             code = subprocess.run(verb, cwd=ROOT).returncode
         finally:
