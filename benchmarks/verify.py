@@ -13,6 +13,7 @@ import itertools
 import json
 import pathlib
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -213,7 +214,7 @@ def _learning() -> Iterator[tuple[str, str, str]]:
         **found["over_seeds"]["smollm2"]["after"]["pass@1"]
     )
     yield "scores", PAGE, f"pass@1 at step 60 is {mean}"
-    yield "scores", README, f"| {last['before']['pass@1']:.2f}, {mean}; "
+    yield "scores", README, f"| {last['before']['pass@1']:.2f}, {mean} |"
     table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
     for (blocks, step), row in table.items():
         if blocks == 2 and 0 < step <= 100:
@@ -436,8 +437,7 @@ def _faults() -> Iterator[tuple[str, str, str]]:
     single = {name: row["recovery_secs_max"] for name, row in found["faults"].items()}
     for fault in ("kill learner", "dead server at a resume", "lost worker"):
         yield "chaos", PAGE, f"{single[fault]:.1f} s"
-    swaps = next(row for row in result("conform_sglang")["facts"] if row["name"] == "swaps")
-    yield "conform_sglang", README, f"| {_power(swaps['numbers']['worst_nats'])} |"
+    yield from _conformance()
     rows, bad = result("nonsense")["rows"], ("trained", "ended", "prompts_lost")
     for row in rows:
         cells = " | ".join(
@@ -464,6 +464,32 @@ def _faults() -> Iterator[tuple[str, str, str]]:
     row = result("chaos_one")["faults"]["kill one"]
     text = f"{row['recovery_secs_median']:.1f} s in the median, {row['recovery_secs_max']:.1f} s at most"
     yield "chaos_one", PAGE, text
+
+
+def _conformance() -> Iterator[tuple[str, str, str]]:
+    names = [f"conform_{kind}" for kind in ("embedded", "sglang", "sglang_jax", "vllm")]
+    facts = [{fact["name"]: fact["numbers"] for fact in result(name)["facts"]} for name in names]
+    swaps, spans = ([fact[k] for fact in facts] for k in ("swaps", "spans"))
+    yield names[1], README, f"| {_power(swaps[1]['worst_nats'])} |"
+    rows = {
+        "requests under load, lost": (f"{row['requests']:,}, {row['lost']}" for row in swaps),
+        "of these over a push": (f"{row['over_a_push']:,}" for row in swaps),
+        "tokens checked": (f"{row['tokens']:,}" for row in swaps),
+        "worst error, nats": (_power(row["worst_nats"]) for row in swaps),
+        "borders of spans; worst beside them; one token off": (
+            f"{row['borders']:,}; {_power(row['worst_nats'])}; {row['apart']:.2f}" for row in spans
+        ),
+        "tokens that an aborted request kept, of 248": (
+            str(fact["abort"]["kept"]) for fact in facts
+        ),
+        "p of 500 samples": (f"{fact['distribution']['p_value']:#.2g}" for fact in facts),
+        "a push, median and longest, s": (
+            f"{statistics.median(secs):.2f}, {max(secs):.{1 if max(secs) >= 1 else 2}f}"
+            for secs in (row["push_secs"] for row in swaps)
+        ),
+    }
+    for label, cells in rows.items():
+        yield names[0], SERVERS, f"| {' | '.join((label, *cells))} |"
 
 
 def _services() -> Iterator[tuple[str, str, str]]:
