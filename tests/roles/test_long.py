@@ -194,7 +194,9 @@ def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys)
     assert position["retired"] == {}
 
 
-@pytest.mark.parametrize("name, flags", [("learner", ["--updates=1"]), ("modes", [])])
+@pytest.mark.parametrize(
+    "name, flags", [("learner", ["--shape=quickstart", "--blocks=2"]), ("modes", [])]
+)
 def test_a_benchmark_runs_whole(name, flags, tmp_path):
     run(sys.executable, f"benchmarks/{name}.py", *flags, f"--out={tmp_path}")
     assert json.loads((tmp_path / f"{name}.json").read_text())["proof"]
