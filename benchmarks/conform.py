@@ -3,8 +3,8 @@
     python benchmarks/conform.py [--servers=embedded,sglang,sglang_jax,vllm] [--num_pushes=200]
 
 A model of two layers with peaked random weights; each server is started, measured, killed, started again, and ended.
-The real servers need their environments (tests/real/*.sh install .venv-servers/NAME, or another directory that
-JAXRL_SERVERS names). Each writes benchmarks/results/conform_NAME.json.
+Needs the test extra and, for the real servers, their environments (tests/real/*.sh install .venv-servers/NAME, or
+another directory that JAXRL_SERVERS names). Each writes benchmarks/results/conform_NAME.json.
 """
 
 import argparse
@@ -26,10 +26,12 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))
+from fixtures import real_servers  # noqa: E402
+
 CONFIG = "configs/arithmetic_sglang.py"
 TOKENS = 256  # of a request
 START_SECS = 300.0
-INFORMATION = {"vllm": "/weight_info"}  # of the others /model_info
 
 
 def command(name: str, model: pathlib.Path, port: int) -> list[str]:
@@ -40,8 +42,7 @@ def command(name: str, model: pathlib.Path, port: int) -> list[str]:
         settings = [f"--config.server.addresses=('http://127.0.0.1:{port}',)"]
         settings += [f"--config.server.max_total_tokens={TOKENS}", f"--workdir={model.parent}/run"]
         return [sys.executable, *role, *settings]
-    environments = ROOT / os.environ.get("JAXRL_SERVERS", ".venv-servers")
-    serve = [f"tests/real/{name}.sh", "serve", str(environments / name)]
+    serve = [f"tests/real/{name}.sh", "serve", str(real_servers.environment_of(name))]
     if name == "vllm":
         return [*serve, str(model), *place, "--load-format=dummy", f"--max-model-len={TOKENS}"]
     flags = ["--load-format=dummy", f"--model-path={model}", f"--context-length={TOKENS + 8}"]
@@ -65,7 +66,7 @@ def start(name: str, model: pathlib.Path, port: int) -> None:
             process_group=0,  # in this session, with which it shares the processors
         )
     (model.parent / f"{name}.pid").write_text(str(process.pid))
-    url = f"http://127.0.0.1:{port}{INFORMATION.get(name, '/model_info')}"
+    url = f"http://127.0.0.1:{port}{real_servers.INFO.get(name, '/model_info')}"
     deadline = time.monotonic() + START_SECS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError, urllib.error.URLError):
