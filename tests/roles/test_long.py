@@ -194,10 +194,12 @@ def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys)
     assert position["retired"] == {}
 
 
-@pytest.mark.parametrize(
-    "name, flags", [("learner", ["--shape=quickstart", "--blocks=2"]), ("modes", [])]
-)
-def test_a_benchmark_runs_whole(name, flags, tmp_path):
+PARTS = ("rate", "policies", "blocks", "length")
+
+
+@pytest.mark.parametrize("words", ["modes", *(f"learner --part={part}" for part in PARTS)])
+def test_a_benchmark_runs_whole(words, tmp_path):
+    name, *flags = words.split()
     run(sys.executable, f"benchmarks/{name}.py", *flags, f"--out={tmp_path}")
     assert json.loads((tmp_path / f"{name}.json").read_text())["proof"]
 
