@@ -5,7 +5,7 @@
 A run is configs/NAME.py with its argument, trained and scored as the launch scripts do: `train`, then `evaluate`, in
 this environment; a checkpoint lies where the config has it. Before and after, the rate of 4096³ matmuls is measured,
 beside which the seconds are to be read. A row goes into benchmarks/results/scores.json (or --out=DIR) as its run ends,
-in place of an earlier one of the same argument. "over_seeds": means of what differs in its seed alone.
+in place of an earlier one of the same argument and settings. "over_seeds": means of what differs in its seed alone.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = [one for one in result.get("rows", []) if _key(one) != _key(row)] + [row]
         result["rows"] = sorted(rows, key=_key)
         result["over_seeds"] = over_seeds(rows)
-        record.write(path, result, seeds=[seed_of(name)], part=name)
+        record.write(path, result, seeds=[seed_of(name)], part=" ".join([name, *args.set]))
 
 
 def _key(row: dict[str, Any]) -> tuple[str, list[str]]:

@@ -230,9 +230,11 @@ def check_overlap(result, directory):
 
 
 def check_scores(result, directory):
-    assert set(result["proof"]) == {"quickstart:mode=sync", "quickstart:seed=1,mode=sync"}
+    plain, sgd = "quickstart:mode=sync", "quickstart:mode=sync learner.optimizer=sgd"
+    assert set(result["proof"]) == {plain, "quickstart:seed=1,mode=sync", sgd}
     assert all(row["after"]["pass@1_low"] <= row["after"]["pass@1_high"] for row in result["rows"])
-    (found,) = result["over_seeds"].values()
+    assert set(result["over_seeds"]) == {plain, sgd}
+    found = result["over_seeds"][plain]
     assert found["before"]["greedy"]["seeds"] == found["after"]["pass@4"]["seeds"] == 2
 
 
@@ -300,7 +302,10 @@ LONG = pytest.mark.long
         pytest.param("overlap", [["--smoke"]], "overlap", check_overlap, marks=LONG),
         pytest.param(
             "scores",
-            [["--smoke", "quickstart:seed=1,mode=sync", "quickstart:mode=sync"]],
+            [
+                ["--smoke", "quickstart:seed=1,mode=sync", "quickstart:mode=sync"],
+                ["--smoke", "quickstart:mode=sync", "--set=learner.optimizer=sgd"],
+            ],
             "scores",
             check_scores,
             marks=LONG,
