@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Mapping, Sequence
 
 from jaxrl_async import sealed
@@ -72,10 +73,10 @@ def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: boo
     """Stores a digest, whole or not at all; without `replace`, an existing one stays."""
     workdir.mkdir(parents=True, exist_ok=True)
     path = file_of(workdir, name)
-    partial = path.with_name(f".{path.name}-{os.getpid()}")
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")  # Hosts share pids, threads too.
     partial.write_text(json.dumps(sealed.sealed(vars(digest))))
     try:
-        os.link(partial, path)  # Of processes that begin together, one succeeds.
+        os.link(partial, path)  # Of roles that begin together, one succeeds.
     except OSError as error:
         if replace or not isinstance(error, FileExistsError):  # The file system has no links.
             partial.replace(path)

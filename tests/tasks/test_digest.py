@@ -121,6 +121,20 @@ def test_a_run_keeps_the_first_digest(tmp_path):
     assert digest.read(workdir) == digest.digest_of(SPLITS)
 
 
+def test_roles_of_one_process_store_a_digest_at_the_same_time(monkeypatch, tmp_path):
+    link, waiting = os.link, [SPLITS, CHANGES["text"][0]]
+
+    def other_first(*paths):
+        if waiting:
+            digest.write(tmp_path, digest.digest_of(waiting.pop()))
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", other_first)
+    digest.write(tmp_path, digest.digest_of(CHANGES["answer"][0]))
+    assert digest.read(tmp_path) == digest.digest_of(SPLITS)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
 def test_the_order_of_a_set_is_refused_in_the_next_process(data, tmp_path):
     """Its test prompt is another one in every process: a resumed run would train on it."""
     script = (
