@@ -127,8 +127,9 @@ def missing() -> list[tuple[str, str, str]]:
 def ages(commit: str) -> list[str]:
     """The rows of the table of ages, as of a commit."""
     rows = [
-        f"| result | measured, or committed without a proof | proof | commits since, until {commit} |",
-        "|---|---|---|---|",
+        "| result | measured, or committed without a proof | cores, load at its start | proof "
+        f"| commits since, until {commit} |",
+        "|---|---|---|---|---|",
     ]
     for path in sorted(RESULTS.rglob("*.json")):
         name = path.relative_to(RESULTS).with_suffix("").as_posix()
@@ -143,8 +144,18 @@ def ages(commit: str) -> list[str]:
             if said == "yes" and not proof["clean"]:
                 said = "yes, of a changed tree"
             label = name if part == "all" else f"{name}, {part}"
-            rows.append(f"| `{label}` | {date}, {since} | {said} | {num}{stale} |")
+            rows.append(
+                f"| `{label}` | {date}, {since} | {_machine(proof)} | {said} | {num}{stale} |"
+            )
     return rows
+
+
+def _machine(proof: dict[str, Any]) -> str:
+    """Cores and processor, and the load at the start of a measurement."""
+    if "processor" not in proof:
+        return "–"
+    processor = re.sub(r"\(R\)| Processor", "", proof["processor"])
+    return f"{proof['cores']} of {processor}, {proof['load']:.1f}"
 
 
 def commits_since(name: str, since: str, until: str) -> int | str:
@@ -192,10 +203,15 @@ def _learning() -> Iterator[tuple[str, str, str]]:
                 low, high = (_short(row[f"{k}_{end}"]) for end in ("low", "high"))
                 yield "base_scores", PAGE, f"{row[k]:.3f} ({low}–{high})"
     found = result("scores")
-    rows = {row["run"]: row for row in found["rows"]}
-    *_, last = large = [row for name, row in rows.items() if name.startswith("smollm2")]
-    for scores in (last["before"], *(row["after"] for row in large)):
+    rows = {" ".join([row["run"], *row["set"]]): row for row in found["rows"]}
+    large = [row for name, row in rows.items() if name.startswith(("smollm2", "code"))]
+    starts = [rows[name]["before"] for name in ("smollm2:seed=0", "code")]
+    for scores in (*starts, *(row["after"] for row in large)):
         yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
+    for name, row in rows.items():
+        if "learner.optimizer" in name:
+            before, after = (_score(row[end], "greedy") for end in ("before", "after"))
+            yield "scores", PAGE, f"| {before} | {after} | {_score(row['after'], 'pass@1')} |"
     for seed in (21, 22, 23):
         runs = [
             rows[f"quickstart:{mode}seed={seed}"] for mode in ("", "mode=sync,", "mode=periodic,")
@@ -206,7 +222,7 @@ def _learning() -> Iterator[tuple[str, str, str]]:
         **found["over_seeds"]["smollm2"]["after"]["pass@1"]
     )
     yield "scores", PAGE, f"pass@1 at step 60 is {mean}"
-    yield "scores", README, f"| {last['before']['pass@1']:.2f}, {mean} |"
+    yield "scores", README, f"| {rows['smollm2:seed=0']['before']['pass@1']:.2f}, {mean} |"
     table = {(row["blocks"], row["step"]): row for row in result("blocks")["table"]}
     for (blocks, step), row in table.items():
         if blocks == 2 and 0 < step <= 100:
@@ -336,6 +352,10 @@ def _losses() -> Iterator[tuple[str, str, str]]:
     text = ", ".join(map(" ".join, zip(names, cells, strict=True)))
     alone = (_pair(errors["none"][method]) for method in ("pg", "dg"))
     yield "delight_reversal", PAGE, f"{text}; without any, {' and DG '.join(alone)} (half"
+    for friction, methods in errors.items():
+        cells = [_pair(methods[m]) if m in methods else "as PG" for m in order]
+        label = friction.replace("_", " ")
+        yield "delight_reversal", METHODS, f"| {label} | {' | '.join(cells)} |"
     best = result("delight_digits")["tables"][1]["methods"]
     order = ("importance weights", "A-3PO", "truncated weights", "PPO", "delightful")
     cells = [f"{100 * best[name]['best_error']:.1f}" for name in order]
@@ -453,9 +473,14 @@ def _faults() -> Iterator[tuple[str, str, str]]:
     yield "damage", PAGE, f"{num:,} damages, two workdirs"
     text = "{wrong} silently wrong, {hung} hung; {refused} of"
     yield "damage", PAGE, text.format(**{"wrong": 0, "hung": 0} | counts)
-    row = result("chaos_one")["faults"]["kill one"]
-    text = f"{row['recovery_secs_median']:.1f} s in the median, {row['recovery_secs_max']:.1f} s at most"
-    yield "chaos_one", PAGE, text
+    found = result("chaos_one")
+    row = found["faults"]["kill one"]
+    text = f"{row['recovery_secs_median']:.1f} s in the median"
+    yield "chaos_one", PAGE, f"{text}, {row['recovery_secs_max']:.1f} s at most"
+    yield "chaos_one", METHODS, f"{text} and {row['recovery_secs_max']:.1f} s at most"
+    yield "chaos_one", PAGE, f"{found['groups_trained']:,} groups trained on, 0 lost"
+    numbers = found["runs"], row["trials"], found["groups_trained"]
+    yield "chaos_one", METHODS, "{} runs, {} kills, {:,} groups, 0 lost".format(*numbers)
 
 
 def _conformance() -> Iterator[tuple[str, str, str]]:
