@@ -50,6 +50,7 @@ MEASURES = {
     "delight_reversal": "objectives learner",
     "differences": "versions learner",
     "experts": "models/experts.py inference learner",
+    "head": "models",
     "fleet": "rollout queue publishing",
     "in_place": "inference learner models",
     "interrupt": "inference",
@@ -205,7 +206,7 @@ def _learning() -> Iterator[tuple[str, str, str]]:
     found = result("scores")
     rows = {" ".join([row["run"], *row["set"]]): row for row in found["rows"]}
     large = [row for name, row in rows.items() if name.startswith(("smollm2", "code"))]
-    starts = [rows[name]["before"] for name in ("smollm2:seed=0", "code")]
+    starts = [row["before"] for name, row in rows.items() if name in ("smollm2:seed=0", "code")]
     for scores in (*starts, *(row["after"] for row in large)):
         yield "scores", PAGE, f"| {' | '.join(_score(scores, k) for k in SCORES)} |"
     for name, row in rows.items():
@@ -229,6 +230,9 @@ def _learning() -> Iterator[tuple[str, str, str]]:
             cells = [table[1, step]["accuracy"], row["accuracy"], row["equal_steps"]]
             one, two, less = (_interval(cell, signed=i == 2) for i, cell in enumerate(cells))
             yield "blocks", PAGE, f"| {step} | {one} | {two} | {less} |"
+        if blocks == 2 and step and (less := row["equal_updates"]):
+            less = _interval(less, signed=True)
+            yield "blocks", PAGE, f"| {step} | {step // 2} | {less} |"
 
 
 def _speed() -> Iterator[tuple[str, str, str]]:
@@ -269,6 +273,10 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     yield "learner", PAGE, f"| {policies['speedup']:.2f}x ({ends}) |"
     cells = [f"{round(row['tokens_per_sec'], -1):,.0f}" for row in found["length"].values()]
     yield "learner", PAGE, f"| tokens/s | {' | '.join(cells)} |"
+
+    for row in result("head")["heads"].values():
+        dense, chunks = (_dot(row[k]["over_kernel_gradient"]) for k in ("dense", "256"))
+        yield "head", PAGE, f"in chunks of 256 columns {chunks}, dense {dense} times"
 
     shared = result("shared_prompts")["shapes"]["100m"]
     ratio = shared["ratio"]
