@@ -274,6 +274,15 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     cells = [f"{round(row['tokens_per_sec'], -1):,.0f}" for row in found["length"].values()]
     yield "learner", PAGE, f"| tokens/s | {' | '.join(cells)} |"
 
+    both = [found[part]["smollm2"] for part in ("blocks", "blocks_offloaded")]
+    for kind in ("block_0", "block_1", "block_2", "mean"):
+        cells = []
+        for row in both:
+            ends = (row[f"{kind}_secs_over_all_{q}"] for q in ("median", "low", "high"))
+            cells.append("{:.2f} ({:.2f}–{:.2f})".format(*ends))
+            sizes = ("gradient_bytes", "bytes")[row is both[1] :] if kind != "mean" else ()
+            cells += [f"{row[f'{kind}_{size}'] / row[f'all_{size}']:.2f}" for size in sizes]
+        yield "learner", PAGE, (" | " if len(cells) > 2 else " | | | ").join(cells)
     for row in result("head")["heads"].values():
         dense, chunks = (_dot(row[k]["over_kernel_gradient"]) for k in ("dense", "256"))
         yield "head", PAGE, f"in chunks of 256 columns {chunks}, dense {dense} times"
