@@ -83,7 +83,11 @@ def train_and_score(config: str, settings: Sequence[str]) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(np.median([row[name] for row in steps[WARM_STEPS:] or steps]))
 
-    rewards = np.array_split([row["reward/mean"] for row in steps], min(12, len(steps)))
+    def course(name: str) -> list[float]:
+        parts = np.array_split([row[name] for row in steps], min(12, len(steps)))
+        return [float(part.mean()) for part in parts]
+
+    compared = [row for row in steps if row["mismatch/tokens"]]
     return {
         "before": {k: v for k, v in rows[0].items() if k in scores},
         "after": {k: v for k, v in rows[-1].items() if k in scores},
@@ -95,7 +99,11 @@ def train_and_score(config: str, settings: Sequence[str]) -> dict[str, Any]:
         "trained_tokens_per_sec": median("learner/tokens_per_sec"),
         "sampled_tokens_per_sec": median("rollout/tokens_per_sec"),
         "staleness_mean": float(np.mean([row["staleness/mean"] for row in steps])),
-        "rewards": [float(part.mean()) for part in rewards],
+        "rewards": course("reward/mean"),
+        "completion_tokens": course("tokens/completion_mean"),
+        # The worst step, and the worst token, of those of staleness 0.
+        "mismatch_mean": max((row["mismatch/mean_abs"] for row in compared), default=None),
+        "mismatch_max": max((row["mismatch/max_abs"] for row in compared), default=None),
     }
 
 
