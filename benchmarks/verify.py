@@ -80,8 +80,6 @@ MEASURES = {
     "staleness_ess": "objectives learner",
     "time_to_accuracy": "learner rollout queue objectives",
     "weights": "publishing versions intake servers",
-    "weights_distributed": "publishing versions intake servers",
-    "weights_prepared": "publishing versions intake servers",
     "which_loss": "objectives learner inference",
     "which_loss_smollm2": "objectives learner inference",
     "wire": "rollout servers inference",
@@ -96,7 +94,7 @@ SCRIPTS |= {
     "queue_routes": "trajectory_queue",
     "staleness_ess": "staleness",
 }
-SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith(("conform_", "weights_"))}
+SCRIPTS |= {n: n.partition("_")[0] for n in MEASURES if n.startswith("conform_")}
 BEGIN, END = "<!-- ages: python -m benchmarks.verify --write -->", "<!-- /ages -->"
 
 
@@ -180,7 +178,7 @@ def result(name: str) -> Any:
 
 def claims() -> Iterator[tuple[str, str, str]]:
     """(result, page, text that the page must have)."""
-    for function in (_learning, _speed, _losses, _faults, _services, _planner):
+    for function in (_learning, _speed, _losses, _faults, _services, _pushes, _planner):
         yield from function()
 
 
@@ -525,6 +523,32 @@ def _conformance() -> Iterator[tuple[str, str, str]]:
         yield "conform_*", SERVERS, f"| {' | '.join((label, *cells))} |"
 
 
+def _pushes() -> Iterator[tuple[str, str, str]]:
+    rows = result("weights")["rows"]
+    found = {(row["millions"], row["server"], row["transport"]): row for row in rows}
+    kinds = {"embedded": ("disk", "stream"), "sglang": ("disk", "tensor", "distributed")}
+    kinds |= {"sglang_jax": ("disk", "stream"), "vllm": ("disk",)}
+    columns = [(server, transport) for server, ways in kinds.items() for transport in ways]
+    figures = {
+        "push over a copy": lambda row: f"{row['push_over_copy']:.1f}",
+        "pause over a copy": lambda row: _dot(row["pause_secs"] / row["copy_secs"]),
+        "pause over one that loads": lambda row: (
+            _dot(row["pause_over_in_pause"], 3)
+            if row["server"] in ("embedded", "sglang_jax")
+            else ""
+        ),
+        "pause, `rotating` over all digests": lambda row: (
+            _dot(row["rotating_pause_secs"] / row["pause_secs"])
+            if "rotating_pause_secs" in row
+            else ""
+        ),
+    }
+    for (label, figure), millions in itertools.product(figures.items(), (1, 100, 500)):
+        cells = [figure(found[millions, *column]) for column in columns]
+        name = f"{label}: 1M parameters" if millions == 1 else f"{millions}M"
+        yield "weights", SERVERS, f"| {' | '.join((name, *cells))} |"
+
+
 def _services() -> Iterator[tuple[str, str, str]]:
     push = result("queue")["tokens"]["2048"]["push"]["16"]
     for kind in ("off", "on"):
@@ -541,6 +565,13 @@ def _services() -> Iterator[tuple[str, str, str]]:
     for count in ("1", "2"):
         for way in ("bare", "boxed", "code"):
             yield "sandbox", METHODS, f"| {result('sandbox')[count][way]['runs_per_sec']['median']:.1f} |"  # fmt: skip
+    found = result("journal")["restart"]
+    secs = ", ".join(f"{one:.1f}" for one in found["secs"])
+    yield "journal", METHODS, f"beside other work: {secs} s from the journal's opening"
+    ends = (
+        f"{min(found['secs']):.1f} to {max(found['secs']):.1f} s; {found['before_secs'][0]:.0f} s |"
+    )
+    yield "journal", PAGE, ends
     for part in ("in slices", "at once"):
         calls = result("journal")[f"forget {part}"]["calls_ms"]
         for row in calls.values():
