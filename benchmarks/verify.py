@@ -272,15 +272,24 @@ def _speed() -> Iterator[tuple[str, str, str]]:
     cells = [f"{round(row['tokens_per_sec'], -1):,.0f}" for row in found["length"].values()]
     yield "learner", PAGE, f"| tokens/s | {' | '.join(cells)} |"
 
-    both = [found[part]["smollm2"] for part in ("blocks", "blocks_offloaded")]
+    here, offloaded = (found[part]["smollm2"] for part in ("blocks", "blocks_offloaded"))
     for kind in ("block_0", "block_1", "block_2", "mean"):
-        cells = []
-        for row in both:
-            ends = (row[f"{kind}_secs_over_all_{q}"] for q in ("median", "low", "high"))
-            cells.append("{:.2f} ({:.2f}–{:.2f})".format(*ends))
-            sizes = ("gradient_bytes", "bytes")[row is both[1] :] if kind != "mean" else ()
-            cells += [f"{row[f'{kind}_{size}'] / row[f'all_{size}']:.2f}" for size in sizes]
-        yield "learner", PAGE, (" | " if len(cells) > 2 else " | | | ").join(cells)
+        secs = [
+            "{:.2f} ({:.2f}–{:.2f})".format(
+                *(row[f"{kind}_secs_over_all_{q}"] for q in ("median", "low", "high"))
+            )
+            for row in (here, offloaded)
+        ]
+        sizes = [
+            "" if kind == "mean" else f"{row[f'{kind}_{size}'] / row[f'all_{size}']:.2f}"
+            for row, size in (
+                (here, "gradient_bytes"),
+                (here, "bytes"),
+                (offloaded, "bytes"),
+            )
+        ]
+        cells = secs[0], *sizes[:2], secs[1], sizes[2]
+        yield "learner", PAGE, f"| {' | '.join(cells)} |"
     for row in result("head")["heads"].values():
         dense, chunks = (_dot(row[k]["over_kernel_gradient"]) for k in ("dense", "256"))
         yield "head", PAGE, f"in chunks of 256 columns {chunks}, dense {dense} times"
@@ -526,15 +535,13 @@ def _conformance() -> Iterator[tuple[str, str, str]]:
 def _pushes() -> Iterator[tuple[str, str, str]]:
     rows = result("weights")["rows"]
     found = {(row["millions"], row["server"], row["transport"]): row for row in rows}
-    kinds = {"embedded": ("disk", "stream"), "sglang": ("disk", "tensor", "distributed")}
-    kinds |= {"sglang_jax": ("disk", "stream"), "vllm": ("disk",)}
-    columns = [(server, transport) for server, ways in kinds.items() for transport in ways]
+    columns = [column for millions, *column in found if millions == 1]
     figures = {
         "push over a copy": lambda row: f"{row['push_over_copy']:.1f}",
         "pause over a copy": lambda row: _dot(row["pause_secs"] / row["copy_secs"]),
         "pause over one that loads": lambda row: (
             _dot(row["pause_over_in_pause"], 3)
-            if row["server"] in ("embedded", "sglang_jax")
+            if "pause_secs" in row["raw"]  # Of a server that prepares.
             else ""
         ),
         "pause, `rotating` over all digests": lambda row: (
@@ -568,10 +575,8 @@ def _services() -> Iterator[tuple[str, str, str]]:
     found = result("journal")["restart"]
     secs = ", ".join(f"{one:.1f}" for one in found["secs"])
     yield "journal", METHODS, f"beside other work: {secs} s from the journal's opening"
-    ends = (
-        f"{min(found['secs']):.1f} to {max(found['secs']):.1f} s; {found['before_secs'][0]:.0f} s |"
-    )
-    yield "journal", PAGE, ends
+    text = f"{min(found['secs']):.1f} to {max(found['secs']):.1f} s"
+    yield "journal", PAGE, f"| {text}; {found['before_secs'][0]:.0f} s |"
     for part in ("in slices", "at once"):
         calls = result("journal")[f"forget {part}"]["calls_ms"]
         for row in calls.values():

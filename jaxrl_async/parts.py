@@ -220,7 +220,7 @@ def check_task(
                 "the task as it is now"
             )
         log.warning("task.changed: %s", found)
-    if keep:
+    if keep and (run is None or settings.task.changed):
         digest.write(workdir, now, name, replace=settings.task.changed)
 
 
