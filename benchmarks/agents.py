@@ -180,7 +180,9 @@ def main() -> None:
         print(line(row), flush=True)
         others = [r for r in result["rows"] if point_of(r) != point_of(row)]
         result["rows"] = [*others, row]
-        part = " ".join(map(str, point_of(row)))
+        part = " ".join(
+            [env, mode, f"seed={seed}", *(w.removeprefix("--config.") for w in changes)]
+        )
         result = record.write(out, result, seeds=[seed], part=part)
         pair = [r for r in result["rows"] if point_of(r) == point_of(row | {"mode": "sync"})]
         if mode != "sync" and pair and "wait_secs" in pair[0]:
