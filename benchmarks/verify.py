@@ -178,7 +178,8 @@ def result(name: str) -> Any:
 
 def claims() -> Iterator[tuple[str, str, str]]:
     """(result, page, text that the page must have)."""
-    for function in (_learning, _speed, _losses, _faults, _services, _pushes, _planner):
+    functions = _learning, _speed, _time_to_accuracy, _losses, _faults, _services, _pushes, _planner
+    for function in functions:
         yield from function()
 
 
@@ -353,6 +354,35 @@ def _speed() -> Iterator[tuple[str, str, str]]:
         between = max(row["packings"] for row in rows)
         cells = [form(value) for value in (means, most, between)]
         yield "bfloat16", PAGE, f"| {dtype} | {' | '.join(cells)} |"
+
+
+def _time_to_accuracy() -> Iterator[tuple[str, str, str]]:
+    found = result("time_to_accuracy")
+    for label, name, digits in (
+        ("seconds to .75", "seconds_to_accuracy", 1),
+        ("steps to .75", "steps_to_accuracy", 0),
+        ("seconds a step", "step_secs", 3),
+        ("of these the learner does not wait", "busy_secs", 3),
+        ("accuracy after 150 steps", "accuracy", 3),
+        ("mean staleness", "staleness", 2),
+        ("largest π_θ/π_b of a run", "max_ratio", 1),
+        ("length of answers, generated", "generated_length", 1),
+        ("length of answers, trained", "trained_length", 1),
+    ):
+        arms = [arm[name] for arm in found["table"].values()]
+        cells = [_pair(arm, digits) if arm["half_width"] else f"{arm['mean']:.0f}" for arm in arms]
+        yield "time_to_accuracy", METHODS, f"| {label} | {' | '.join(cells)} |"
+    for pair in found["pairs"]:
+        cells = [_ratio(pair[name]) for name in ("seconds_to_accuracy", "step_secs")]
+        gained = _interval(pair["accuracy_gained"], signed=True)
+        yield "time_to_accuracy", METHODS, f"| {' | '.join([*cells, gained])} |"
+    first = found["pairs"][0]
+    gained = first["accuracy_gained"]
+    side = "above" if gained["mean"] > 0 else "below"
+    text = f"accuracy {_ratio(first['seconds_to_accuracy'])} times as fast"
+    yield "time_to_accuracy", PAGE, text
+    yield "time_to_accuracy", PAGE, f"ended {_interval(gained)} {side}"
+    yield "time_to_accuracy", METHODS, f"own work is {_ratio(found['pairs'][1]['busy_secs'])}"
 
 
 def _losses() -> Iterator[tuple[str, str, str]]:
@@ -631,8 +661,8 @@ def _score(scores: dict[str, float], name: str) -> str:
     return f"{scores[name]:.3f} ({scores[f'{name}_low']:.3f}–{scores[f'{name}_high']:.3f})"
 
 
-def _pair(cell: dict[str, float]) -> str:
-    return f"{_dot(cell['mean'])} ± {_dot(cell['half_width'])}"
+def _pair(cell: dict[str, float], digits: int = 2) -> str:
+    return f"{_dot(cell['mean'], digits)} ± {_dot(cell['half_width'], digits)}"
 
 
 def _rounded(cell: dict[str, float]) -> str:
@@ -642,6 +672,10 @@ def _rounded(cell: dict[str, float]) -> str:
 def _interval(cell: dict[str, float], *, signed: bool = False) -> str:
     sign = ("−" if f"{cell['mean']:.3f}"[0] == "-" else "+") if signed else ""
     return f"{sign}{_dot(abs(cell['mean']), 3)} ± {_dot(cell['half_width'], 3)}"
+
+
+def _ratio(cell: dict[str, float]) -> str:
+    return f"{_dot(cell['mean'])} ({_dot(cell['low'])}–{_dot(cell['high'])})"
 
 
 def _steps(cell: dict[str, float]) -> str:
