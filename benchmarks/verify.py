@@ -184,19 +184,7 @@ def claims() -> Iterator[tuple[str, str, str]]:
 
 
 def _learning() -> Iterator[tuple[str, str, str]]:
-    for row in result("agents")["rows"]:
-        eta = ", η = 4" * any("max_staleness=4" in word for word in row.get("changes", ()))
-        if any("num_steps" in word for word in row.get("changes", ())):
-            continue
-        before, after = row["before"], row["after"]
-        scores = (
-            f"{before[k]:.3f}, {after[k]:.3f} ({after[f'{k}_low']:.3f}–{after[f'{k}_high']:.3f})"
-            for k in ("greedy", "pass@1")
-        )
-        secs = f" | {row['step_secs']:.2f}" if row["env"] == "calculator" else ""
-        label = f"{row['seed']}, {row['mode']}{eta}"
-        text = f"| {label} | {' | '.join(scores)} | {row['train_secs']:.0f}{secs} |"
-        yield "agents", PAGE, text
+    yield from _agents()
     for row in result("base_scores")["tasks"].values():
         for k in ("greedy", "pass@1", "pass@8"):
             if row[k]:
@@ -232,6 +220,31 @@ def _learning() -> Iterator[tuple[str, str, str]]:
         if blocks == 2 and step and (less := row["equal_updates"]):
             less = _interval(less, signed=True)
             yield "blocks", PAGE, f"| {step} | {step // 2} | {less} |"
+
+
+def _agents() -> Iterator[tuple[str, str, str]]:
+    rows = result("agents")["rows"]
+    sync = {(row["env"], row["seed"]): row for row in rows if row["mode"] == "sync"}
+    for row in rows:
+        eta = ", η = 4" * any("max_staleness=4" in word for word in row["changes"])
+        before, after = row["before"], row["after"]
+        scores = (
+            f"{before[k]:.3f}, {after[k]:.3f} ({after[f'{k}_low']:.3f}–{after[f'{k}_high']:.3f})"
+            for k in ("greedy", "pass@1")
+        )
+        cells = [f"{row['seed']}, {row['mode']}{eta}", *scores, f"{row['train_secs']:.0f}"]
+        if row["env"] == "calculator":
+            speed = sync[row["env"], row["seed"]]["step_secs"] / row["step_secs"]
+            cells += [f"{row['step_secs']:.2f}", "" if row["mode"] == "sync" else f"{speed:.2f}"]
+        yield "agents", PAGE, f"| {' | '.join(cells)} |"
+    waits = [row for (env, _), row in sync.items() if env == "calculator"]
+    secs = [row["wait_secs"] for row in waits]
+    bounds = [
+        row["step_secs"] / max(row["wait_secs"], row["step_secs"] - row["wait_secs"])
+        for row in waits
+    ]
+    for values, unit in ((secs, " s of a step"), (bounds, "")):
+        yield "agents", PAGE, f"{min(values):.2f} to {max(values):.2f}{unit}"
 
 
 def _speed() -> Iterator[tuple[str, str, str]]:
