@@ -180,9 +180,8 @@ def main() -> None:
         print(line(row), flush=True)
         others = [r for r in result["rows"] if point_of(r) != point_of(row)]
         result["rows"] = [*others, row]
-        part = " ".join(
-            [env, mode, f"seed={seed}", *(w.removeprefix("--config.") for w in changes)]
-        )
+        words = (word.removeprefix("--config.") for word in changes)
+        part = " ".join([env, mode, f"seed={seed}", *words])
         result = record.write(out, result, seeds=[seed], part=part)
         pair = [r for r in result["rows"] if point_of(r) == point_of(row | {"mode": "sync"})]
         if mode != "sync" and pair and "wait_secs" in pair[0]:

@@ -228,10 +228,7 @@ def _agents() -> Iterator[tuple[str, str, str]]:
     for row in rows:
         eta = ", η = 4" * any("max_staleness=4" in word for word in row["changes"])
         before, after = row["before"], row["after"]
-        scores = (
-            f"{before[k]:.3f}, {after[k]:.3f} ({after[f'{k}_low']:.3f}–{after[f'{k}_high']:.3f})"
-            for k in ("greedy", "pass@1")
-        )
+        scores = (f"{before[k]:.3f}, {_score(after, k)}" for k in ("greedy", "pass@1"))
         cells = [f"{row['seed']}, {row['mode']}{eta}", *scores, f"{row['train_secs']:.0f}"]
         if row["env"] == "calculator":
             speed = sync[row["env"], row["seed"]]["step_secs"] / row["step_secs"]

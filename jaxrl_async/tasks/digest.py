@@ -73,9 +73,8 @@ def write(workdir: pathlib.Path, digest: Digest, name: str = "", *, replace: boo
     """Stores a digest, whole or not at all; without `replace`, an existing one stays."""
     workdir.mkdir(parents=True, exist_ok=True)
     path = file_of(workdir, name)
-    partial = path.with_name(
-        f".{path.name}-{uuid.uuid4().hex}"
-    )  # Pids repeat on other hosts, and a process has several roles.
+    # A pid is no name of one's own: it repeats on other hosts, and a process has several roles.
+    partial = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     partial.write_text(json.dumps(sealed.sealed(vars(digest))))
     try:
         os.link(partial, path)  # Of roles that begin together, one succeeds.
